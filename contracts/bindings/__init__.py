@@ -1,0 +1,1 @@
+"""Known stacks as implementations, and how to find them by name."""

@@ -1,0 +1,120 @@
+"""NVIDIA nemo-automodel 0.7.0: its Checkpointer, called by its own recipe.
+
+`BaseRecipe.save_checkpoint` and `load_checkpoint` decide what is written, by which rank and in which order, and
+`CheckpointLifecycle` publishes; this file hands them the suite's trainer and changes nothing else. Options that a case
+does not set keep their defaults: sharded safetensors, a consolidated export at the final save, staging not awaited
+inside `save`.
+
+A checkpoint has its final name from the start and holds a `.incomplete` marker until it is whole; then `LATEST` points
+at it and the marker goes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from contracts.implementation import Capability, Layout
+from contracts.trainer import CheckpointerOnly
+
+try:
+    from nemo_automodel.components.checkpoint import checkpointing
+    from nemo_automodel.components.checkpoint.config import CheckpointingConfig
+    from nemo_automodel.components.config.loader import ConfigNode
+    from nemo_automodel.components.optim.scheduler import OptimizerParamScheduler
+    from nemo_automodel.components.training.rng import StatefulRNG
+    from nemo_automodel.recipes.base_recipe import BaseRecipe
+except ImportError as error:
+    raise ImportError(
+        f"nemo_automodel cannot be imported here ({error}); it lives in an environment of its own: run"
+        " `make env-nemo_automodel` and use that environment's fsdp-contracts"
+    ) from error
+
+
+class Scheduler(OptimizerParamScheduler):
+    """torch's scheduler as the kind of scheduler that a recipe saves and loads beside its optimizer."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.state_dict = scheduler.state_dict
+        self.load_state_dict = scheduler.load_state_dict
+
+
+class Progress:
+    """What a recipe keeps in its `step_scheduler`: steps taken, the epoch, whether this save is the last."""
+
+    step, epoch, is_last_step = 0, 0, False
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step, self.epoch = state["step"], state["epoch"]
+
+
+class NemoAutomodel(CheckpointerOnly):
+    """The suite's plain FSDP2 trainer, checkpointed by a nemo-automodel recipe. Its asynchronous mode is a process."""
+
+    capabilities = {
+        Capability.TRAIN,
+        Capability.RESUME,
+        Capability.SCHEDULER,
+        Capability.ASYNC_PROCESS,
+        Capability.PUBLISH,
+        Capability.COMPANIONS,
+    }
+    layout = Layout(
+        published=r"epoch_\d+_step_(?P<step>\d+)",
+        temporary=r"epoch_\d+_step_\d+\.reserving-[0-9a-f]+",
+        companions=("config.yaml", "config.json", "tokenizer.json", "tokenizer_config.json"),
+    )
+
+    recipe: BaseRecipe | None = None
+    loss = 0.0
+
+    def build(self) -> None:
+        if self.case.checkpoint.mode == "thread":
+            raise ValueError("nemo-automodel saves in a background process; it has no thread mode")
+        recipe = BaseRecipe()
+        recipe.rng = StatefulRNG(self.case.seed, ranked=True)  # seeds every generator, so it comes before the model
+        super().build()
+        recipe.model_parts, recipe.optimizer, recipe.lr_scheduler = [self.model], [self.optimizer], [Scheduler(self.scheduler)]
+        recipe.tokenizer, recipe.step_scheduler, recipe.peft_config = self.tokenizer, Progress(), None
+        recipe.cfg = ConfigNode({"model": {"pretrained_model_name_or_path": str(self.place.model)}})
+        if not torch.accelerator.is_available():
+            # Its stager is made with torch's defaults, which need an accelerator. Only what needs one is left out.
+            cpu = StagingOptions(use_pinned_memory=False, use_non_blocking_copy=False)
+            checkpointing.DefaultStager = functools.partial(DefaultStager, cpu)
+        recipe.checkpointer = CheckpointingConfig(
+            checkpoint_dir=str(self.place.root),
+            model_repo_id=str(self.place.model),
+            is_async=self.case.checkpoint.mode == "process",
+            max_recent_checkpoints=self.case.checkpoint.keep_latest or None,
+        ).build(dp_rank=self.place.rank, tp_rank=0, pp_rank=0)
+        self.recipe = recipe
+
+    def train_step(self) -> Mapping[str, Any]:
+        self.recipe.checkpointer.maybe_wait_for_staging()  # as its recipes do before optimizer.step
+        result = super().train_step()
+        self.loss = result["loss"]
+        return result
+
+    def save(self, *, final: bool = False) -> None:
+        self.recipe.step_scheduler.step, self.recipe.step_scheduler.is_last_step = self.step, final
+        self.recipe.save_checkpoint(epoch=0, step=self.step, train_loss=self.loss)
+
+    def finalize(self) -> None:
+        self.recipe.checkpointer.async_wait()
+        self.recipe.checkpointer.lifecycle.complete_pending()
+
+    def resume(self) -> None:
+        self.recipe.load_checkpoint("LATEST")
+        self.step = self.recipe.step_scheduler.step
+
+    def close(self) -> None:
+        if self.recipe is not None:
+            self.recipe._finalize_and_close_checkpointer()
+        super().close()

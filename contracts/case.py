@@ -1,0 +1,301 @@
+"""A case: what is to be run, as plain data.
+
+A case is a model, an optimizer, policies, a seed and a tuple of generations. A generation is one launch of fresh
+processes: a world, steps for every rank to take, and faults for the lab to inject. Everything is frozen and goes to
+JSON and back unchanged, so a case can be stored, shrunk, printed as a short script and replayed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+DType = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A sequence classifier with one label, small enough to build in milliseconds; sizes count elements."""
+
+    architecture: Literal["llama"] = "llama"
+    hidden: int = 8
+    layers: int = 2
+    weights_dtype: DType = "float32"
+    """Dtype of the published weights the run starts from; the parameters' own dtype is `Precision.parameters`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """AdamW with a warm-up and a linear decay; the default rate moves every parameter visibly in one step."""
+
+    lr: float = 1e-2
+    weight_decay: float = 0.1
+    amsgrad: bool = False
+    warmup_steps: int = 2
+    total_steps: int = 40
+    accumulation: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Declared dtypes. What a contract calls declared is what stands here."""
+
+    parameters: DType = "float32"
+    moments: DType = "float32"
+    compute: DType = "float32"
+    reduce: DType = "float32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """Checkpoint policy: how `save` writes, and how many published checkpoints are kept (0 keeps all)."""
+
+    mode: Literal["sync", "thread", "process"] = "sync"
+    keep_latest: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Retrieval records; `global_batch` queries a step over all ranks, `passages` texts a query."""
+
+    records: int = 24
+    global_batch: int = 4
+    passages: int = 2
+
+
+# --- steps: what every rank of a generation does, in order -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Train:
+    """Take `steps` optimizer steps."""
+
+    steps: int = 1
+
+
+@dataclass(frozen=True)
+class Save:
+    """Ask for a checkpoint; with an asynchronous policy it returns before the bytes have landed."""
+
+    final: bool = False
+
+
+@dataclass(frozen=True)
+class Finalize:
+    """Complete and publish whatever save is in flight."""
+
+
+@dataclass(frozen=True)
+class Overwrite:
+    """Fill every live parameter and moment with a value no checkpoint may contain."""
+
+    value: float = 1234.5
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Restore the newest whole checkpoint under the generation's root."""
+
+
+@dataclass(frozen=True)
+class MapNames:
+    """Map the published names of `source` (a list under contracts/data/published_names) to parameters."""
+
+    source: str
+
+
+Step = Train | Save | Finalize | Overwrite | Resume | MapNames
+
+
+# --- faults: what the lab does to a generation -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hold:
+    """Hold one rank's file event until every other rank has announced `until`, plus `grace` seconds; at most `at_most`.
+
+    This forces a race instead of waiting for one: the writer cannot finish before the other side has had its chance to
+    go wrong. `at` is a regular expression searched in the path, relative to the run's root, that is opened for writing.
+    """
+
+    rank: int
+    at: str
+    until: str
+    grace: float = 0.15
+    at_most: float = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """SIGKILL `rank` at its `event`-th file event (0 is the first) under the run's root."""
+
+    rank: int
+    event: int
+
+
+Fault = Hold | Kill
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """One launch of fresh processes.
+
+    Attributes:
+        ranks: world size.
+        steps: what every rank does.
+        faults: what the lab does meanwhile.
+        root: name of the run's directory; generations that share it are one training run.
+        seed: seeds the model that the generation starts from, so that a resume cannot pass by luck.
+    """
+
+    ranks: int
+    steps: tuple[Step, ...]
+    faults: tuple[Fault, ...] = ()
+    root: str = "run"
+    seed: int = 0
+
+    def __str__(self) -> str:
+        text = f"{self.ranks} rank{'s' * (self.ranks != 1)}: " + ", ".join(map(_phrase, self.steps))
+        for fault in self.faults:
+            text += f" [{_phrase(fault)}]"
+        return text if self.root == "run" else f"{text} (in {self.root})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Everything one run of the lab needs to know."""
+
+    generations: tuple[Generation, ...]
+    model: Model = field(default_factory=Model)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    precision: Precision = field(default_factory=Precision)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    data: Data = field(default_factory=Data)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.generations:
+            raise ValueError("a case needs at least one generation")
+        for generation in self.generations:
+            if generation.ranks < 1:
+                raise ValueError(f"a generation needs at least one rank, got {generation.ranks}")
+            if not generation.steps:
+                raise ValueError("a generation needs at least one step")
+            for fault in generation.faults:
+                if fault.rank >= generation.ranks:
+                    raise ValueError(f"{fault} names rank {fault.rank} of {generation.ranks}")
+
+    @property
+    def key(self) -> str:
+        """Twelve hexadecimal digits that name this case; equal cases have equal keys."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:12]
+
+    @property
+    def worlds(self) -> tuple[int, ...]:
+        return tuple(sorted({generation.ranks for generation in self.generations}))
+
+    def __str__(self) -> str:
+        return "\n".join([*map(str, self.generations), self.policy()])
+
+    def policy(self) -> str:
+        """One line of what differs from the defaults, after the model."""
+        changes = []
+        for part in ("model", "optimizer", "precision", "checkpoint", "data"):
+            value = getattr(self, part)
+            for item in dataclasses.fields(value):
+                if (seen := getattr(value, item.name)) != item.default and item.name != "architecture":
+                    changes.append(f"{part}.{item.name}={seen}")
+        return " ".join([self.model.architecture, *changes, f"seed={self.seed}"])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return this case as data that `json` can write."""
+        return _to_json(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Case:
+        """Build a case from `to_json` data.
+
+        Raises:
+            ValueError: a field is unknown, missing or of the wrong form; the message names its place.
+        """
+        return _from_json(cls, data, "case")
+
+    def write(self, path: Path) -> Path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        return path
+
+    @classmethod
+    def read(cls, path: Path) -> Case:
+        """Read a case file; raises ValueError naming the file where it is not one."""
+        try:
+            return cls.from_json(json.loads(Path(path).read_text()))
+        except OSError as error:
+            raise ValueError(f"{path}: cannot read the case file: {error.strerror}") from error
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+def _phrase(item: Step | Fault) -> str:
+    match item:
+        case Train(steps):
+            return f"train {steps}"
+        case Save(final):
+            return "save final" if final else "save"
+        case Hold():
+            return f"rank {item.rank} held at {item.at} until {item.until}"
+        case Kill():
+            return f"rank {item.rank} killed at file event {item.event}"
+        case MapNames(source):
+            return f"map the names of {source}"
+        case _:
+            return type(item).__name__.lower()
+
+
+_TAGGED: dict[str, type] = {kind.__name__: kind for kind in (*typing.get_args(Step), *typing.get_args(Fault))}
+
+
+def _to_json(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        data = {item.name: _to_json(getattr(value, item.name)) for item in dataclasses.fields(value)}
+        return {"do": type(value).__name__, **data} if type(value).__name__ in _TAGGED else data
+    return [_to_json(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _from_json(kind: Any, data: Any, where: str) -> Any:
+    origin = typing.get_origin(kind)
+    if origin is tuple:
+        if not isinstance(data, list):
+            raise ValueError(f"{where}: expected a list, got {data!r}")
+        return tuple(_from_json(typing.get_args(kind)[0], item, f"{where}[{i}]") for i, item in enumerate(data))
+    if origin in (typing.Union, types.UnionType):
+        name = data.get("do") if isinstance(data, dict) else None
+        if name not in _TAGGED or _TAGGED[name] not in typing.get_args(kind):
+            known = ", ".join(option.__name__ for option in typing.get_args(kind))
+            raise ValueError(f'{where}: expected an object with "do" one of {known}, got {data!r}')
+        return _from_json(_TAGGED[name], {key: item for key, item in data.items() if key != "do"}, where)
+    if origin is Literal:
+        if data not in typing.get_args(kind):
+            raise ValueError(f"{where}: expected one of {', '.join(typing.get_args(kind))}, got {data!r}")
+        return data
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(data, dict):
+            raise ValueError(f"{where}: expected an object, got {data!r}")
+        hints = typing.get_type_hints(kind)
+        if unknown := data.keys() - hints.keys():
+            raise ValueError(f"{where}: unknown field {sorted(unknown)[0]!r}; known: {', '.join(hints)}")
+        try:
+            return kind(**{name: _from_json(hints[name], item, f"{where}.{name}") for name, item in data.items()})
+        except TypeError as error:
+            raise ValueError(f"{where}: {error}") from error
+    if kind is float and type(data) is int:
+        return float(data)
+    if type(data) is not kind:
+        raise ValueError(f"{where}: expected {kind.__name__}, got {data!r}")
+    return data

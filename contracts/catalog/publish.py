@@ -1,0 +1,83 @@
+"""A save, in the background or not, is invisible until it is whole."""
+
+from __future__ import annotations
+
+import re
+
+from contracts.case import Save
+from contracts.contract import Check, contract
+from contracts.history import GenerationHistory, History
+from contracts.implementation import Capability
+from contracts.strategies import SAVED_RUNS
+
+
+@contract(cases=SAVED_RUNS, needs={Capability.TRAIN, Capability.PUBLISH})
+def finalize_before_rename(history: History, check: Check) -> None:
+    """No byte under a checkpoint changes after its final name appears, and its temporary directory never comes back.
+
+    A rename under a writer that still runs publishes a torn checkpoint, or the writer makes the old name anew.
+
+    Seen: NVIDIA-NeMo/RL `finalize_async_save`.
+    """
+    layout = history.layout
+    for generation in history.generations:
+        published: dict[str, int] = {}
+        retired: dict[str, str] = {}
+        renamed_from: dict[int, str] = {}
+        for event in generation.files():
+            name, _, below = event.path.partition("/")
+            if event.operation == "moved-from" and event.directory:
+                renamed_from[event.cookie] = event.path
+            if not below and event.directory and re.fullmatch(layout.published, name) and event.operation in ("created", "moved-to"):
+                published[name] = event.order
+                if event.cookie in renamed_from:
+                    retired[renamed_from[event.cookie]] = name
+            elif name in published and event.operation in ("created", "modified", "closed", "moved-to") and below:
+                check(False, f"{event.path} was {event.operation} after {name} had its final name")
+            elif name in retired and event.operation == "created" and not below:
+                check(False, f"{name} came back after it was renamed to {retired[name]}")
+        saves = sum(isinstance(step, Save) for step in generation.case.steps)
+        if saves and generation.failure is None:
+            check(published, f"{saves} saves published nothing that matches {layout.published!r}")
+        for name in published:
+            check(True, f"{name} kept its bytes")
+
+
+@contract(cases=SAVED_RUNS, needs={Capability.TRAIN, Capability.PUBLISH})
+def published_is_whole(history: History, check: Check) -> None:
+    """What is published has its metadata, every shard its metadata names, and optimizer state for every parameter.
+
+    Read from the bytes on disk. A checkpoint without its optimizer state resumes, and trains like a cold start.
+
+    Seen: NVIDIA-NeMo/RL#2828, NVIDIA-NeMo/Automodel#2469.
+    """
+    for generation in history.generations:
+        saved = generation.snapshots("saving")
+        if not saved:
+            continue
+        wanted = {_step(name, history): name for name in generation.disk}
+        for snapshot in saved:
+            check(snapshot.step in wanted, f"the save of step {snapshot.step} was never published")
+        for name, checkpoint in generation.disk.items():
+            for problem in checkpoint.problems:
+                check(False, f"{name}: {problem}")
+            keys = list(checkpoint.tensors)
+            check(keys, f"{name} holds no tensors")
+            parameters = saved[0].ranks[0].parameters
+            moments = saved[0].ranks[0].moments
+            for parameter in parameters:
+                check(any(key.endswith(parameter) for key in keys), f"{name} has no parameter {parameter}")
+            for parameter, moment in moments:
+                check(
+                    any(parameter in key and re.search(rf"\b{moment}\b", key) for key in keys),
+                    f"{name} has no {moment} of {parameter}",
+                )
+
+
+def _step(name: str, history: History) -> int:
+    found = re.fullmatch(history.layout.published, name)
+    return int(found["step"]) if found else -1
+
+
+def _last(generation: GenerationHistory) -> int:
+    return generation.events[-1].order if generation.events else 0

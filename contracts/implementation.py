@@ -1,0 +1,143 @@
+"""What a stack must offer to be put under contract.
+
+A stack subclasses `Implementation`. Every rank of a generation makes one instance in a fresh process whose process
+group is already up, calls `build`, and then the method of each step of the case. The attributes are what the recorder
+reads, between steps; an implementation never records, judges or sees a contract.
+
+A stack that only checkpoints subclasses `contracts.CheckpointerOnly` instead, which brings a plain FSDP2 trainer.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from contracts.case import Case
+
+
+class Capability(enum.StrEnum):
+    """What an implementation says it can do. Contracts that need something else are not applicable."""
+
+    TRAIN = "train"
+    """Trains with FSDP2 and saves published checkpoints."""
+    RESUME = "resume"
+    """Resumes the newest whole checkpoint in fresh processes, optimizer state included."""
+    SCHEDULER = "scheduler"
+    """Has a learning-rate scheduler whose state is saved and resumed."""
+    ASYNC_THREAD = "async-thread"
+    """Saves in a background thread when the case says so."""
+    ASYNC_PROCESS = "async-process"
+    """Saves in a background process when the case says so."""
+    PUBLISH = "publish"
+    """A checkpoint appears under its final name only when it is whole."""
+    COMPANIONS = "companions"
+    """Writes replicated files (tokenizer, configuration) into each checkpoint."""
+    KEY_MAPPING = "key-mapping"
+    """Maps published checkpoint names to parameter names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where a stack puts things under the run's root.
+
+    Attributes:
+        published: regular expression that a checkpoint's final name, relative to the root, matches in full; its group
+            `step` is the optimizer step.
+        temporary: the same for the names a checkpoint may have while it is written.
+        companions: base names of replicated files which every checkpoint holds.
+    """
+
+    published: str = r"step_(?P<step>\d+)"
+    temporary: str = r"tmp_step_\d+"
+    companions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """What the lab hands to a rank.
+
+    Attributes:
+        root: the run's checkpoint directory; it exists and is shared by every generation of the run.
+        model: a transformers directory (configuration, weights, tokenizer) of a sequence classifier with one label.
+        records: JSON Lines of `{"query", "pos_doc", "neg_doc"}`.
+        device: "cpu", or "cuda" where this rank's device is already current.
+        rank, ranks: this rank and the world size.
+    """
+
+    root: Path
+    model: Path
+    records: Path
+    device: str
+    rank: int
+    ranks: int
+
+
+class KeyMapping(Protocol):
+    """A stack's mapping from published checkpoint names to its model's names."""
+
+    targets: Iterable[str]
+    """Names that a load has to fill: parameters and persistent buffers, tied aliases left out."""
+
+    def map(self, name: str) -> str | None:
+        """Return the model's name for a published name, or None for a name which is declared ignored."""
+
+
+class Implementation:
+    """Base of every implementation; see the module's docstring.
+
+    Attributes:
+        model: the sharded `torch.nn.Module`, or None before `build`.
+        optimizer: its `torch.optim.Optimizer`.
+        scheduler: its learning-rate scheduler, or None.
+        step: optimizer steps taken by the run.
+    """
+
+    capabilities: ClassVar[frozenset[Capability] | set[Capability]] = frozenset()
+    layout: ClassVar[Layout] = Layout()
+    start_method: ClassVar[str] = "fork"
+    """How ranks start: "fork" from a parent that has imported the stack, or "spawn" where the stack cannot be forked."""
+
+    model: torch.nn.Module | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    scheduler: Any = None
+    step: int = 0
+
+    def __init__(self, case: Case, place: Place) -> None:
+        self.case = case
+        self.place = place
+
+    def build(self) -> None:
+        """Make model, optimizer, scheduler and data, as a run does before it looks for a checkpoint."""
+
+    def train_step(self) -> Mapping[str, Any]:
+        """Take one optimizer step.
+
+        Returns:
+            `loss`, the mean over the global batch, as a float; optionally `lr`, the rate this step used, and `samples`,
+            the ids of the records this rank consumed.
+        """
+        raise NotImplementedError(f"{type(self).__name__} declares TRAIN and has no train_step")
+
+    def save(self, *, final: bool = False) -> None:
+        """Save a checkpoint of the present step; `final` marks the deliberate end of the run."""
+        raise NotImplementedError(f"{type(self).__name__} declares TRAIN and has no save")
+
+    def finalize(self) -> None:
+        """Complete and publish whatever save is in flight; a stack whose saves are synchronous has nothing to do."""
+
+    def resume(self) -> None:
+        """Restore the newest whole checkpoint under `place.root`."""
+        raise NotImplementedError(f"{type(self).__name__} declares RESUME and has no resume")
+
+    def key_mapping(self, config: Mapping[str, Any]) -> KeyMapping:
+        """Return the mapping for a model of the given transformers configuration, weights on the meta device."""
+        raise NotImplementedError(f"{type(self).__name__} declares KEY_MAPPING and has no key_mapping")
+
+    def close(self) -> None:
+        """Let go of background workers; called at the end of each generation that reached its end."""

@@ -1,0 +1,126 @@
+"""File events seen from inside a process: who opened, renamed and removed what; and the faults injected there.
+
+A `sys.addaudithook` hook sees what Python does to paths under the run's root. Native writers raise no audit event, so
+the known ones (safetensors, tokenizers, `torch.save` to a path) are wrapped where Python calls them. The view from
+outside, inotify, is the oracle for *what* happened to a path; this one says *who* did it.
+
+The module is imported by `sitecustomize` in spawned writer processes too, so it may import nothing heavy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+JOB_VARIABLE = "FSDP_CONTRACTS_JOB"
+"""Names the file that describes the running generation; spawned processes find their way by it."""
+
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_PATH_EVENTS = {"os.rename": 2, "os.remove": 1, "os.mkdir": 1, "os.rmdir": 1, "os.link": 2, "os.symlink": 2, "os.truncate": 1}
+
+
+class FileEvents:
+    """Records this process's file events under `root` and carries out the generation's faults at them."""
+
+    def __init__(self, job: dict[str, Any], rank: int) -> None:
+        self.root = os.path.realpath(job["root"])
+        self.marks = Path(job["evidence"]) / "marks"
+        self.ranks = job["ranks"]
+        self.rank = rank
+        self.count = 0
+        self.lock = threading.Lock()
+        self.busy = threading.local()
+        self.pid = os.getpid()
+        self.log = os.open(Path(job["evidence"]) / f"files-{os.getpid()}.jsonl", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        faults = [fault for fault in job["faults"] if fault["rank"] == rank]
+        self.holds = [fault for fault in faults if fault["do"] == "Hold"]
+        self.kills = [fault for fault in faults if fault["do"] == "Kill"]
+
+    def install(self) -> None:
+        sys.addaudithook(self._hook)
+        _wrap_native_writers(self)
+
+    def _hook(self, event: str, args: tuple[Any, ...]) -> None:
+        if event == "open":
+            path, mode, flags = args
+            if isinstance(path, int) or not (flags or 0) & _WRITES:
+                return
+            self.happened("open", path)
+        elif event in _PATH_EVENTS:
+            self.happened(event.removeprefix("os."), *args[: _PATH_EVENTS[event]])
+
+    def happened(self, operation: str, *paths: Any) -> None:
+        """Record one event about to happen, and hold or kill this process where a fault says so."""
+        if self.pid != os.getpid() or getattr(self.busy, "here", False):
+            return
+        self.busy.here = True
+        try:
+            inside = [name for path in paths if (name := self._relative(path)) is not None]
+            if not inside:
+                return
+            with self.lock:
+                number, self.count = self.count, self.count + 1
+            line = {"operation": operation, "paths": inside, "rank": self.rank, "pid": os.getpid(), "number": number}
+            os.write(self.log, (json.dumps(line) + "\n").encode())
+            for kill in self.kills:
+                if kill["event"] == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            for hold in list(self.holds):
+                if operation == "open" and re.search(hold["at"], inside[0]):
+                    self.holds.remove(hold)
+                    self._hold(hold)
+        finally:
+            self.busy.here = False
+
+    def _relative(self, path: Any) -> str | None:
+        try:
+            text = os.path.abspath(os.fsdecode(path))
+        except TypeError:
+            return None
+        # The directory is resolved, the last part is not: an event on a link is about the link.
+        text = os.path.join(os.path.realpath(os.path.dirname(text)), os.path.basename(text))
+        return os.path.relpath(text, self.root) if text.startswith(self.root + os.sep) else None
+
+    def _hold(self, hold: dict[str, Any]) -> None:
+        end = time.monotonic() + hold["at_most"]
+        while time.monotonic() < end:
+            announced = {int(name.split(".")[0]) for name in os.listdir(self.marks) if name.endswith("." + hold["until"])}
+            if announced >= (set(range(self.ranks)) - {self.rank} or {self.rank}):
+                time.sleep(hold["grace"])
+                return
+            time.sleep(0.005)
+
+
+def _wrap_native_writers(events: FileEvents) -> None:
+    """Make writers that bypass Python's `open` report their path. Modules not imported yet are wrapped on arrival."""
+
+    def wrap(owner: Any, name: str, position: int) -> None:
+        original = getattr(owner, name)
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            path = args[position] if len(args) > position else kwargs.get("filename", kwargs.get("path"))
+            events.happened("open", path)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, wrapper)
+
+    for module, name, position in (("safetensors.torch", "serialize_file", 1), ("safetensors.numpy", "serialize_file", 1)):
+        if module in sys.modules and hasattr(sys.modules[module], name):
+            wrap(sys.modules[module], name, position)
+    if "tokenizers" in sys.modules:
+        wrap(sys.modules["tokenizers"].Tokenizer, "save", 1)
+    if "torch.serialization" in sys.modules:
+        wrap(sys.modules["torch.serialization"]._open_zipfile_writer_file, "__init__", 1)
+
+
+def install_in_spawned_process() -> None:
+    """Install the hook in a process that a rank spawned; called by this folder's sitecustomize."""
+    job = json.loads(Path(os.environ[JOB_VARIABLE]).read_text())
+    FileEvents(job, int(os.environ.get("RANK", "0"))).install()

@@ -1,0 +1,157 @@
+"""The rank's loop: build the implementation, take the generation's steps, record what happens."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from contracts import case as steps
+from contracts.implementation import Capability, Implementation, Place
+from contracts.lab.file_events import JOB_VARIABLE, FileEvents
+from contracts.lab.recorder import Recorder, watch_loads
+
+SITE = Path(__file__).parent / "site"
+COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=20)
+"""Shorter than any deadline of the lab, so that a rank left alone says so itself."""
+
+
+def load(name: str) -> type[Implementation]:
+    """Import `module:Class`; raises ImportError, or TypeError where it is no Implementation."""
+    module, _, attribute = name.partition(":")
+    found = getattr(importlib.import_module(module), attribute or "", None)
+    if not (isinstance(found, type) and issubclass(found, Implementation)):
+        raise TypeError(f"{name}: expected module:Class naming a subclass of contracts.Implementation, found {found!r}")
+    return found
+
+
+def main(job_file: str) -> None:
+    """Run one generation's steps on this rank."""
+    job = json.loads(Path(job_file).read_text())
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    evidence = Path(job["evidence"])
+    case = steps.Case.read(Path(job["case"]))
+    generation = case.generations[job["generation"]]
+    os.environ[JOB_VARIABLE] = job_file
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SITE), os.environ.get("PYTHONPATH")]))
+    torch.set_num_threads(1)
+    warm = set(sys.modules)
+
+    import safetensors.torch  # noqa: F401  imported before the hook is installed, which wraps their native writers
+    import tokenizers  # noqa: F401
+
+    recorder = Recorder(evidence, rank)
+    FileEvents(job, rank).install()
+    watch_loads(recorder)
+    recorder.event("begins")
+    device = job["device"]
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
+    torch.manual_seed(generation.seed * 1000 + rank)
+
+    place = Place(
+        root=Path(job["root"]),
+        model=Path(job["model"]),
+        records=Path(job["records"]),
+        device=device,
+        rank=rank,
+        ranks=ranks,
+    )
+    implementation = load(job["implementation"])(case, place)
+    if Capability.TRAIN in implementation.capabilities:
+        implementation.build()
+        recorder.attach(implementation)
+        _require_fsdp(implementation, recorder)
+        recorder.state("built")
+    for number, step in enumerate(generation.steps):
+        _take(step, implementation, recorder)
+        recorder.event("step-done", step=number)
+    implementation.close()
+    recorder.event("ends", imported=[name for name in sys.modules if name not in warm])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _require_fsdp(implementation: Implementation, recorder: Recorder) -> None:
+    """Refuse to judge a stack for work it did not do: some fall back to DDP on a CPU without a word."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    assert implementation.model is not None, "build() left no model"
+    modules = sum(isinstance(module, FSDPModule) for module in implementation.model.modules())
+    sharded = sum(isinstance(parameter, DTensor) for parameter in implementation.model.parameters())
+    recorder.event("sharded", modules=modules, parameters=sharded)
+    if not modules or not sharded:
+        raise RuntimeError(f"the case asks for FSDP2, but build() made {modules} FSDPModules and {sharded} DTensor parameters")
+
+
+def _take(step: steps.Step, implementation: Implementation, recorder: Recorder) -> None:
+    match step:
+        case steps.Train(count):
+            for _ in range(count):
+                result = dict(implementation.train_step())
+                recorder.event("trained", step=implementation.step, **{k: _number(v) for k, v in result.items()})
+                recorder.state("trained")
+        case steps.Save(final):
+            recorder.state("saving")
+            recorder.event("save-begins", step=implementation.step)
+            implementation.save(final=final)
+            recorder.event("save-returns", step=implementation.step, seen=_files(implementation))
+            recorder.state("saved")
+        case steps.Finalize():
+            recorder.event("finalize-begins")
+            implementation.finalize()
+            recorder.event("finalize-returns")
+        case steps.Overwrite(value):
+            _overwrite(implementation, value)
+            recorder.event("overwritten", value=value)
+        case steps.Resume():
+            recorder.event("resume-begins")
+            implementation.resume()
+            recorder.event("resume-returns", step=implementation.step)
+            recorder.state("resumed")
+        case steps.MapNames(source):
+            recorder.event("mapped", **_map_names(source, implementation))
+
+
+def _files(implementation: Implementation) -> dict[str, int]:
+    """Sizes of the companions this rank sees under the root, by path."""
+    root, wanted = implementation.place.root, set(implementation.layout.companions)
+    return {str(path.relative_to(root)): path.stat().st_size for path in root.rglob("*") if path.name in wanted}
+
+
+def _overwrite(implementation: Implementation, value: float) -> None:
+    with torch.no_grad():
+        for parameter in implementation.model.parameters():
+            getattr(parameter, "_local_tensor", parameter).fill_(value)
+        for state in implementation.optimizer.state.values():
+            for tensor in state.values():
+                if isinstance(tensor, torch.Tensor):
+                    getattr(tensor, "_local_tensor", tensor).fill_(value)
+
+
+def _map_names(source: str, implementation: Implementation) -> dict[str, Any]:
+    from contracts import published_names
+
+    published = published_names.read(source)
+    mapping = implementation.key_mapping({"architecture": published.architecture, **published.config})
+    once = {name: mapping.map(name) for name in published.names}
+    return {
+        "source": source,
+        "ignored": list(published.ignored),
+        "once": once,
+        "twice": {name: mapping.map(name) for name in once.values() if name is not None},
+        "targets": sorted(mapping.targets),
+    }
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,145 @@
+"""The recorder: what a rank did, and what its tensors held, written to the evidence directory of its generation.
+
+Recording communicates nothing. Each rank writes its own local shards with their offsets; the history reassembles. It
+reads `named_parameters()` and `optimizer.state`, never a state-dict API, since those may change what they read.
+
+Every event leaves a mark: an empty file whose creation inotify sees between the file events around it. So events of all
+ranks and all file events have one order, made by the kernel, and no clock is compared.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+if TYPE_CHECKING:
+    from contracts.implementation import Implementation
+
+
+class Recorder:
+    """Writes one rank's evidence under `directory`."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self.directory = directory
+        self.rank = rank
+        self.sequence = 0
+        self.lock = threading.RLock()
+        self.implementation: Implementation | None = None
+        self.events = os.open(directory / f"events-{rank}.jsonl", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        (directory / "states").mkdir(exist_ok=True)
+
+    def event(self, kind: str, **data: Any) -> None:
+        """Record that `kind` happens now."""
+        with self.lock:
+            number, self.sequence = self.sequence, self.sequence + 1
+            line = {"kind": kind, "rank": self.rank, "number": number, "data": data}
+            os.write(self.events, (json.dumps(line) + "\n").encode())
+            mark = self.directory / "marks" / f"{self.rank}.{number}.{kind}"
+            os.close(os.open(mark, os.O_CREAT | os.O_WRONLY))
+
+    def attach(self, implementation: Implementation) -> None:
+        """Begin to read `implementation`, which has been built."""
+        self.implementation = implementation
+
+    def state(self, label: str) -> None:
+        """Copy this rank's shards of every parameter and moment, and record where they are."""
+        impl = self.implementation
+        if impl is None or impl.model is None:
+            return
+        tensors: dict[str, torch.Tensor] = {}
+        places: dict[str, dict[str, Any]] = {}
+
+        def add(key: str, value: torch.Tensor) -> None:
+            value = value.detach()
+            local, shape, offset = value, tuple(value.shape), (0,) * value.dim()
+            if isinstance(value, DTensor):
+                local = value.to_local()
+                local_shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+                offset = offset if local.numel() else tuple(value.shape)
+            places[key] = {"shape": shape, "offset": list(offset), "device": str(value.device), "sharded": isinstance(value, DTensor)}
+            tensors[key] = local.to("cpu", copy=True).contiguous()
+
+        names = {}
+        for name, parameter in impl.model.named_parameters():
+            names[parameter] = name
+            add(f"parameter|{name}", parameter)
+        for name, buffer in impl.model.named_buffers():
+            add(f"buffer|{name}", buffer)
+        numbers: dict[str, Any] = {}
+        if impl.optimizer is not None:
+            for parameter, state in impl.optimizer.state.items():
+                for key, value in state.items():
+                    name = names.get(parameter, "?")
+                    if isinstance(value, torch.Tensor):
+                        add(f"moment|{key}|{name}", value)
+                    else:
+                        numbers[f"{key}|{name}"] = value
+        file = f"{self.rank}-{self.sequence}.safetensors"
+        save_file(tensors, self.directory / "states" / file)
+        self.event("state", label=label, step=impl.step, file=file, places=places, numbers=numbers, **_small_state(impl))
+
+
+def _small_state(impl: Implementation) -> dict[str, Any]:
+    groups = []
+    if impl.optimizer is not None:
+        for group in impl.optimizer.param_groups:
+            groups.append({k: _plain(v) for k, v in group.items() if k != "params"} | {"size": len(group["params"])})
+    scheduler = impl.scheduler.state_dict() if impl.scheduler is not None else None
+    random = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:16]
+    return {"groups": groups, "scheduler": _plain(scheduler), "random": random}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else value.tolist()
+    return value if isinstance(value, bool | int | float | str | None) else type(value).__name__
+
+
+def watch_loads(recorder: Recorder) -> None:
+    """Record when state is loaded into an optimizer or a scheduler, in this process, whoever loads it.
+
+    The classes' own methods are wrapped, not hooks of one instance: a resume may build a new optimizer.
+    """
+    depth = threading.local()
+
+    def wrap(owner: type, kind: str, parameters: bool) -> None:
+        original = owner.load_state_dict
+
+        @functools.wraps(original)
+        def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+            # Loading into a part of the stack's own machinery (a wrapped optimizer) nests; the outermost one counts.
+            if getattr(depth, kind, 0):
+                return original(self, *args, **kwargs)
+            setattr(depth, kind, 1)
+            if parameters:
+                recorder.state(f"{kind}-begins")
+            recorder.event(f"{kind}-begins")
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                setattr(depth, kind, 0)
+                recorder.event(f"{kind}-ends")
+
+        owner.load_state_dict = load_state_dict
+
+    wrap(torch.optim.Optimizer, "optimizer-load", parameters=True)
+    schedulers = [torch.optim.lr_scheduler.LRScheduler]
+    while schedulers:
+        owner = schedulers.pop()
+        schedulers += owner.__subclasses__()
+        if "load_state_dict" in vars(owner):
+            wrap(owner, "scheduler-load", parameters=False)

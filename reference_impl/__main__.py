@@ -1,0 +1,44 @@
+"""``python -m reference_impl train | evaluate [CONFIG.yaml] [key=value …]``, alone or under torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+from reference_impl.config import ConfigError, describe_options, read_config
+from reference_impl.records import RecordError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command. 0: done, 2: the configuration or the data cannot be used (said on stderr by rank 0)."""
+    parser = argparse.ArgumentParser(
+        prog="python -m reference_impl",
+        description="Fine-tune a reranker with FSDP2; train resumes from its newest checkpoint by itself.",
+        epilog="options, as key: value in the YAML file or key=value here, with their defaults:\n" + describe_options(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=("train", "evaluate"))
+    parser.add_argument("settings", nargs="*", metavar="CONFIG.yaml | key=value", help="a YAML file first, then overrides")
+    given = parser.parse_args(arguments)
+    path = given.settings[0] if given.settings and "=" not in given.settings[0] else None
+    try:
+        config = read_config(path, given.settings[1:] if path else given.settings)
+        # Importing torch and transformers takes seconds; a misspelt option should not.
+        from reference_impl.run import evaluate_newest, train
+
+        result = train(config) if given.command == "train" else evaluate_newest(config)
+    except (ConfigError, RecordError) as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"reference_impl: {error}", file=sys.stderr)
+        return 2
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(result))
+    return 0
+
+
+# DCP's writer process imports this module again under another name; only the command itself may run.
+if __name__ == "__main__":
+    sys.exit(main())

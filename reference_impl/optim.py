@@ -1,0 +1,46 @@
+"""AdamW with weight-decay groups, and a warm-up then decay schedule."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from reference_impl.config import Config
+
+
+def build_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
+    """Fused AdamW in two groups: matrices decay; biases, norms and other vectors do not. Frozen parameters are in none."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.epsilon,
+        fused=True,
+    )
+
+
+def build_scheduler(optimizer: torch.optim.Optimizer, config: Config) -> torch.optim.lr_scheduler.LambdaLR:
+    """One rate per optimizer step: :func:`rate_factor` times the peak."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_factor(step, config))
+
+
+def rate_factor(step: int, config: Config) -> float:
+    """The part of the peak rate used in optimizer step ``step`` (0 is the first), 0 to 1.
+
+    Rises linearly so that step ``warmup_steps`` has the peak, then decays to ``min_rate_ratio`` at step ``steps``.
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / (config.warmup_steps + 1)
+    if config.schedule == "constant":
+        return 1.0
+    span = max(1, config.steps - config.warmup_steps)
+    done = min(1.0, (step - config.warmup_steps) / span)
+    left = 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return config.min_rate_ratio + (1.0 - config.min_rate_ratio) * left

@@ -1,0 +1,110 @@
+"""Which checkpoints stand in a directory: names, wholeness, and the pointer to the newest.
+
+    output_dir/
+      step_10/            whole: manifest.json lists every file and its size
+      tmp_step_20/        a save that is not finished; never read
+      latest -> step_10   for people and tools; :func:`newest_whole` does not depend on it
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+POINTER = "latest"
+
+
+def final_name(step: int) -> str:
+    return f"step_{step}"
+
+
+def temporary_name(step: int) -> str:
+    return f"tmp_step_{step}"
+
+
+def whole_checkpoints(root: Path) -> list[tuple[int, Path]]:
+    """(step, directory) of every whole checkpoint, oldest first, in numeric order. Other names are never looked into."""
+    found = []
+    for path in root.iterdir() if root.is_dir() else ():
+        step = _step(path.name, "step_")
+        if step is not None and not path.is_symlink() and not why_not_whole(path):
+            found.append((step, path))
+    return sorted(found)
+
+
+def newest_whole(root: Path) -> Path | None:
+    """The whole checkpoint with the highest step, or None.
+
+    A crash can fall between a rename and the pointer's update, so the directories decide, not the pointer.
+    """
+    found = whole_checkpoints(root)
+    return found[-1][1] if found else None
+
+
+def why_not_whole(directory: Path) -> str | None:
+    """What is wrong with a checkpoint directory, or None if its manifest's files are all there in full size."""
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text())
+        for name, size in manifest["files"].items():
+            seen = (directory / name).stat().st_size
+            if seen != size:
+                return f"{directory / name} has {seen} bytes, its manifest says {size}"
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        return f"{directory / MANIFEST} is not a manifest: {error}"
+    return None
+
+
+def seal(directory: Path) -> None:
+    """List every file and its size in the manifest, written last, and flush files and folders to storage."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != MANIFEST)
+    sizes = {str(path.relative_to(directory)): path.stat().st_size for path in files}
+    with open(directory / MANIFEST, "w") as file:
+        json.dump({"files": sizes}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    for path in (*files, *(path for path in directory.rglob("*") if path.is_dir()), directory):
+        flush(path)
+
+
+def point(root: Path, name: str) -> None:
+    """Make ``latest`` a link to ``name`` in one atomic step."""
+    beside = root / f".{POINTER}.new"
+    beside.unlink(missing_ok=True)
+    beside.symlink_to(name)
+    os.replace(beside, root / POINTER)
+    flush(root)
+
+
+def remove(directory: Path) -> None:
+    """Delete a checkpoint so that no half of it ever has a checkpoint's name."""
+    doomed = directory.with_name(f"deleting_{directory.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    directory.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def leftovers(root: Path) -> list[Path]:
+    """What interrupted saves and deletions left behind: this module's own temporary names and nothing else."""
+    prefixes = ("tmp_step_", "deleting_step_")
+    return [path for path in root.iterdir() if any(_step(path.name, prefix) is not None for prefix in prefixes)]
+
+
+def flush(path: Path) -> None:
+    """fsync a file or a folder."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _step(name: str, prefix: str) -> int | None:
+    """The step in a name such as step_10; None for step_010, step_10.backup or step_abc, which are somebody else's."""
+    match = re.fullmatch(re.escape(prefix) + r"(0|[1-9][0-9]*)", name)
+    return int(match[1]) if match else None

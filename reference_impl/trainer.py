@@ -1,0 +1,257 @@
+"""The fine-tune, as small steps in the order that keeps values.
+
+    trainer = Trainer(config)
+    trainer.build()
+    trainer.resume()
+    while trainer.step < config.steps:
+        report = trainer.train_step()
+    trainer.save(final=True)
+    trainer.close()
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from reference_impl import model as models
+from reference_impl import runtime as runtimes
+from reference_impl import state
+from reference_impl.batches import Batches, Tokenization
+from reference_impl.checkpoint import SHARDS, Checkpointer
+from reference_impl.config import Config, ConfigError
+from reference_impl.data import load_split
+from reference_impl.loss import listwise_loss
+from reference_impl.optim import build_optimizer, build_scheduler
+from reference_impl.rng import capture_streams, restore_streams, seed_streams
+
+PROGRESS = "progress.json"
+"""Counters, scheduler, optimizer groups and data position: everything small that is equal on all ranks."""
+
+
+class Trainer:
+    """One rank's part of the run. Every public method is entered by every rank.
+
+    ``model`` (FSDP2-sharded), ``optimizer``, ``scheduler``, ``tokenizer``, ``batches`` exist after :meth:`build`;
+    ``step`` counts the optimizer steps that are done.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    tokenizer: Any
+    tokenization: Tokenization
+    batches: Batches
+
+    def __init__(self, config: Config, *, device: str | torch.device | None = None) -> None:
+        self.config = config
+        self.runtime = runtimes.connect(device or config.device)
+        self.parameter_dtype: torch.dtype = getattr(torch, config.parameters)
+        self.moment_dtype: torch.dtype = getattr(torch, config.moments)
+        self.step = 0
+        self.checkpointer = self.make_checkpointer()
+
+    # Building.
+
+    def build(self) -> None:
+        """Make everything a run needs, at step 0. The same on every rank but for the random streams."""
+        self.directory = models.resolve_model(self.config.model)
+        self.tokenizer = models.load_tokenizer(self.directory)
+        self.tokenization = Tokenization.declared(self.config, self.tokenizer)
+        self.model = self.shard(self.build_model())
+        self.cast_parameters()
+        self.optimizer = self.build_optimizer()
+        self.scheduler = self.build_scheduler()
+        self.batches = self.build_data()
+        seed_streams("rank", self.config.seed, self.runtime.rank)
+
+    def build_model(self) -> nn.Module:
+        """The whole, unsharded model in the dtype its directory publishes; its new head is drawn from the seed."""
+        model = models.empty_model(self.directory, self.tokenizer, seed=self.config.seed)
+        models.load_pretrained(model, self.directory)
+        return model
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        """``model`` on this rank's device, sharded over all ranks."""
+        return models.shard_model(model.to(self.runtime.device), self.mesh(), self.config)
+
+    def mesh(self) -> DeviceMesh:
+        return init_device_mesh(self.runtime.device.type, (self.runtime.world,), mesh_dim_names=("shard",))
+
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        return build_optimizer(self.model, self.config)
+
+    def build_scheduler(self) -> torch.optim.lr_scheduler.LRScheduler:
+        return build_scheduler(self.optimizer, self.config)
+
+    def build_data(self) -> Batches:
+        return Batches(load_split(self.config), self.tokenizer, self.tokenization, self.config)
+
+    def make_checkpointer(self) -> Checkpointer:
+        config = self.config
+        return Checkpointer(config.output_dir, self.runtime, mode=config.save_mode, keep=config.keep_checkpoints)
+
+    # Training.
+
+    def train_step(self) -> dict[str, Any]:
+        """One optimizer step over ``accumulation_steps`` micro-batches.
+
+        Returns ``loss`` (mean over all queries of all ranks), ``lr`` (used in this step), ``grad_norm`` (global, before
+        clipping), ``samples`` and ``positions`` (ids, and places in the run, that this rank consumed), ``seconds``.
+        """
+        started = time.perf_counter()
+        self.model.train()
+        micro_batches = self.batches.take_step(self.runtime.rank, self.runtime.world)
+        total = 0.0
+        for number, batch in enumerate(micro_batches, start=1):
+            self.model.set_requires_gradient_sync(number == len(micro_batches))
+            scores = self.scores(batch.inputs).view(len(batch.samples), -1)
+            loss = listwise_loss(scores, temperature=self.config.temperature) / len(micro_batches)
+            loss.backward()
+            total += loss.item()
+        grad_norm = self.clip_gradients()
+        rate = self.scheduler.get_last_lr()[0]
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        return {
+            "loss": runtimes.global_mean(self.runtime, total),
+            "lr": rate,
+            "grad_norm": grad_norm,
+            "samples": [sample for batch in micro_batches for sample in batch.samples],
+            "positions": [position for batch in micro_batches for position in batch.positions],
+            "seconds": time.perf_counter() - started,
+        }
+
+    def scores(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """One score per text: ``inputs`` of shape (texts, tokens) to a tensor of shape (texts,)."""
+        return self.model(**{name: tensor.to(self.runtime.device) for name, tensor in inputs.items()}).logits.squeeze(-1)
+
+    def clip_gradients(self) -> float:
+        """The global gradient norm over all ranks; scales gradients down to ``max_grad_norm`` if that is not 0."""
+        limit = self.config.max_grad_norm or float("inf")
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    # Saving.
+
+    def save(self, *, final: bool = False) -> None:
+        """Checkpoint this step. ``final`` also publishes it before returning: no later call would."""
+        self.checkpointer.save(self.step, self.checkpoint_tensors(), self.write_companions)
+        if final:
+            self.finalize()
+
+    def finalize(self) -> None:
+        """Complete a save in flight and publish it; a no-op otherwise."""
+        self.checkpointer.finalize()
+
+    def checkpoint_tensors(self) -> state.Tensors:
+        """Everything that DCP saves, by its flat name; live tensors, not copies, but for the random streams."""
+        return {
+            **state.model_tensors(self.model),
+            **state.optimizer_tensors(self.model, self.optimizer),
+            f"rng.rank_{self.runtime.rank}": capture_streams(self.runtime.device),
+        }
+
+    def write_companions(self, directory: Path) -> None:
+        """The replicated files: tokenizer, model configuration, and what a resume or an evaluation must know."""
+        self.tokenizer.save_pretrained(directory / "tokenizer")
+        self.model.config.save_pretrained(directory)
+        _write_json(directory / "run.json", self.config.to_dict())
+        _write_json(directory / "tokenization.json", self.tokenization.to_dict())
+        _write_json(directory / PROGRESS, self.progress())
+
+    def progress(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "world": self.runtime.world,
+            "data": self.batches.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "optimizer_groups": state.optimizer_groups(self.model, self.optimizer),
+            "parameter_dtype": self.config.parameters,
+            "moment_dtype": self.config.moments,
+        }
+
+    # Resuming.
+
+    def resume(self) -> bool:
+        """Continue from the newest whole checkpoint; False when there is none.
+
+        The order matters. Optimizer state takes the dtype of the parameters it is loaded against, so these come first and
+        final; the scheduler sets rates in the optimizer's groups; random streams come last, after all that might draw.
+        """
+        path = self.checkpointer.latest()
+        if path is None:
+            return False
+        self.load_model(path)
+        self.cast_parameters()
+        self.load_optimizer(path)
+        self.load_scheduler(path)
+        self.load_progress(path)
+        self.check_moments(path)
+        return True
+
+    def load_model(self, path: Path) -> None:
+        state.load_model_tensors(self.model, path / SHARDS, dtype=self.parameter_dtype, group=self.runtime.control)
+
+    def cast_parameters(self) -> None:
+        """Every floating parameter to the declared dtype, in place."""
+        models.cast_parameters(self.model, self.parameter_dtype)
+
+    def load_optimizer(self, path: Path) -> None:
+        state.load_optimizer_tensors(
+            self.model,
+            self.optimizer,
+            path / SHARDS,
+            groups=read_progress(path)["optimizer_groups"],
+            moment_dtype=self.moment_dtype,
+            group=self.runtime.control,
+        )
+
+    def load_scheduler(self, path: Path) -> None:
+        self.scheduler.load_state_dict(read_progress(path)["scheduler"])
+
+    def load_progress(self, path: Path) -> None:
+        """Counters, data position and this rank's random streams; a rank that is new since the save starts its own."""
+        progress = read_progress(path)
+        self.refuse_other_tokenization(path)
+        self.batches.load_state_dict(progress["data"])
+        self.step = progress["step"]
+        streams = state.load_streams(path / SHARDS, group=self.runtime.control)
+        if self.runtime.rank < len(streams):
+            restore_streams(streams[self.runtime.rank], self.runtime.device)
+        else:
+            seed_streams("new rank", self.config.seed, self.step, self.runtime.world, self.runtime.rank)
+
+    def check_moments(self, path: Path) -> None:
+        """Raise unless the checkpoint's own metadata says that every Adam moment is of the declared dtype."""
+        saved = state.read_metadata(path / SHARDS).state_dict_metadata
+        moments = state.refuse_other_moments(path / SHARDS, saved, self.moment_dtype)
+        if self.step > 0 and moments == 0:
+            raise state.StateMismatch(f"{path} is of step {self.step} but holds no optimizer moment")
+
+    def refuse_other_tokenization(self, path: Path) -> None:
+        saved, here = json.loads((path / "tokenization.json").read_text()), self.tokenization.to_dict()
+        for name, value in here.items():
+            if saved.get(name) != value:
+                raise ConfigError(f"{path} was trained with {name}={saved.get(name)!r}, this run says {value!r}")
+
+    def close(self) -> None:
+        """Publish what is in flight and leave the process group, if this trainer opened it."""
+        self.finalize()
+        runtimes.disconnect(self.runtime)
+
+
+def read_progress(path: Path) -> dict[str, Any]:
+    return json.loads((path / PROGRESS).read_text())
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1))
