@@ -24,6 +24,10 @@ REGISTRY: dict[str, Contract] = {}
 """Every contract by name, in the order of definition. Import `contracts.catalog` to fill it with this project's."""
 
 
+class NotApplicable(Exception):
+    """Raised by a judge: this history is of something the implementation does not claim to do."""
+
+
 class Check:
     """Counts evidence and keeps what failed."""
 
@@ -94,6 +98,8 @@ class Contract:
         trouble: str | None = None
         try:
             self.judge(history, check)
+        except NotApplicable as reason:
+            return Judgement("not-applicable", 0, (str(reason),))
         except MissingEvidence as missing:
             trouble = str(missing)
         except Exception:

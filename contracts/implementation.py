@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from contracts.case import Case
+    from contracts.published_names import PublishedNames
 
 
 class Capability(enum.StrEnum):
@@ -51,11 +52,14 @@ class Layout:
             `step` is the optimizer step.
         temporary: the same for the names a checkpoint may have while it is written.
         companions: base names of replicated files which every checkpoint holds.
+        incomplete: name of a file inside a checkpoint which says, while it is there, that the checkpoint is not
+            published yet; for stacks that write under the final name from the start.
     """
 
     published: str = r"step_(?P<step>\d+)"
     temporary: str = r"tmp_step_\d+"
     companions: tuple[str, ...] = ()
+    incomplete: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +139,8 @@ class Implementation:
         """Restore the newest whole checkpoint under `place.root`."""
         raise NotImplementedError(f"{type(self).__name__} declares RESUME and has no resume")
 
-    def key_mapping(self, config: Mapping[str, Any]) -> KeyMapping:
-        """Return the mapping for a model of the given transformers configuration, weights on the meta device."""
+    def key_mapping(self, published: PublishedNames) -> KeyMapping | None:
+        """Return the mapping for the model of `published`, weights on the meta device; None for a model not supported."""
         raise NotImplementedError(f"{type(self).__name__} declares KEY_MAPPING and has no key_mapping")
 
     def close(self) -> None:

@@ -7,14 +7,14 @@ layers and steps, so that a shrunk case reads at a glance.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from contracts.case import (
-    Case, Checkpoint, Finalize, Generation, Hold, MapNames, Model, Optimizer, Overwrite, Resume, Save, Train,
+    Case, Checkpoint, Finalize, Generation, Hold, MapNames, Model, Optimizer, Resume, Save, Train,
 )  # fmt: skip
 from contracts.implementation import Capability, Layout
 
@@ -42,6 +42,8 @@ class Cases:
     strategy: Callable[[int, Scope], SearchStrategy[Case]] = field(repr=False)
     one_world: bool = False
     """Whether the cases need a single rank only."""
+    weight: int = 1
+    """Cases of this kind for each one that a profile asks for: more where a case is cheap and its choices are many."""
 
     def draw(self, ranks: int, scope: Scope, examples: int, with_seed: int) -> list[Case]:
         """Draw up to `examples` distinct cases; the same seed draws the same ones."""
@@ -122,7 +124,7 @@ def _mappings(ranks: int, scope: Scope) -> SearchStrategy[Case]:
 INTERRUPTED_RUNS = Cases("interrupted-runs", _interrupted)
 """Train, save, go on; then resume in fresh processes from another seed and train the same steps again; and a twin."""
 
-SAVED_RUNS = Cases("saved-runs", _saved)
+SAVED_RUNS = Cases("saved-runs", _saved, weight=2)
 """Train and save under every policy the implementation has, with writers held open so that races are lost on purpose."""
 
 MAPPINGS = Cases("mappings", _mappings, one_world=True)

@@ -8,12 +8,12 @@ import os
 import sys
 from collections.abc import Sequence
 
-from reference_impl.config import ConfigError, describe_options, read_config
-from reference_impl.records import RecordError
+from reference_impl.config import describe_options, read_config
+from reference_impl.errors import UsageError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. 0: done, 2: the configuration or the data cannot be used (said on stderr by rank 0)."""
+    """Run a command. 0: done, 2: something cannot be used as asked (rank 0 says what on stderr)."""
     parser = argparse.ArgumentParser(
         prog="python -m reference_impl",
         description="Fine-tune a reranker with FSDP2; train resumes from its newest checkpoint by itself.",
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from reference_impl.run import evaluate_newest, train
 
         result = train(config) if given.command == "train" else evaluate_newest(config)
-    except (ConfigError, RecordError) as error:
+    except UsageError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"reference_impl: {error}", file=sys.stderr)
         return 2

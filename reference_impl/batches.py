@@ -10,10 +10,11 @@ import torch
 
 from reference_impl.config import Config
 from reference_impl.data import Split, passages_for
+from reference_impl.errors import UsageError
 from reference_impl.order import SampleOrder, positions_of
 
 
-class DataChanged(ValueError):
+class DataChanged(UsageError):
     """A checkpoint was made with other data than this run reads. The message names both identities."""
 
 
@@ -47,7 +48,7 @@ class Tokenization:
         # str.replace, not format: passages and templates may hold braces of their own.
         texts = [self._prompt(query, passage) for query, passage in pairs]
         if self.add_eos_token and tokenizer.eos_token_id is None:
-            raise ValueError("add_eos_token=true, but the tokenizer has no EOS token; set add_eos_token=false")
+            raise UsageError("add_eos_token=true, but the tokenizer has no EOS token; set add_eos_token=false")
         room = self.max_length - 1 if self.add_eos_token else self.max_length
         rows = tokenizer(texts, truncation=True, max_length=room, return_token_type_ids=False)["input_ids"]
         if self.add_eos_token:

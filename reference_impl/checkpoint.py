@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
@@ -103,6 +104,13 @@ class Checkpointer:
         """Finalize if every rank has finished writing; cheap enough to call once per training step."""
         if self.pending is not None and all_true(self.runtime, self.pending.written.done()):
             self.finalize()
+
+    def close(self) -> None:
+        """Finalize, and end the writer process that DCP keeps in process mode."""
+        self.finalize()
+        if self.mode == "process":
+            # DCP offers no other way; left alone, the daemon outlives its rank by a moment and looks like a leak.
+            _async_process_executor._CHECKPOINT_PROCESS = None
 
     def begin(self, step: int) -> Path | None:
         """Rank 0 makes the temporary directory and clears leftovers. None if ``step`` is already published whole."""

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from reference_impl.errors import UsageError
 
-class ConfigError(ValueError):
+
+class ConfigError(UsageError):
     """An option is unknown, of the wrong type, out of range, or contradicts another. The message names it."""
 
 
@@ -83,8 +85,9 @@ class Config:
 
     # Evaluation and reporting.
     evaluate_around_training: bool = option(True, "evaluate before the first and after the last step of train")
-    eval_queries: int = option(150, "queries to evaluate at most")
-    eval_n_passages: int = option(8, "candidates per evaluation query: 1 positive and n-1 negatives")
+    eval_queries: int = option(200, "queries to evaluate at most")
+    eval_n_passages: int = option(5, "candidates per evaluation query: 1 positive and n-1 negatives")
+    eval_hard_negatives: int = option(2, "of those negatives, how many come from the query's own")
     eval_batch_size: int = option(8, "queries per rank and forward in evaluation")
     progress: bool = option(True, "draw a progress bar on rank 0")
     plot: bool = option(True, "write loss.png at the end")
@@ -98,7 +101,7 @@ class Config:
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         for name in ("train_n_passages", "eval_n_passages"):
             _require(getattr(self, name) >= 2, name, getattr(self, name), "at least 2: one positive and one negative")
-        for name in ("warmup_steps", "checkpoint_every_steps", "hard_negatives", "weight_decay", "max_grad_norm", "eval_queries"):
+        for name in ("warmup_steps", "checkpoint_every_steps", "hard_negatives", "eval_hard_negatives", "weight_decay", "max_grad_norm", "eval_queries"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         for name in ("temperature", "learning_rate", "epsilon"):
             _require(getattr(self, name) > 0, name, getattr(self, name), "above 0")

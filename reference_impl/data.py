@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from reference_impl.config import Config
+from reference_impl.errors import UsageError
 from reference_impl.records import Example, fingerprint, read_records
 from reference_impl.stdlib_docs import package_of, stdlib_examples
 
@@ -28,10 +29,10 @@ class Split:
 def load_split(config: Config) -> Split:
     """Read ``config.data`` and hold out evaluation examples, deterministically for ``config.seed``.
 
-    Raises :class:`~reference_impl.records.RecordError` for files, ``ValueError`` when nothing is left to train on.
+    Raises :class:`~reference_impl.records.RecordError` for files, ``UsageError`` when nothing is left to train on.
     """
     if config.data == "stdlib":
-        examples = stdlib_examples()
+        examples = list(stdlib_examples())
         groups = [package_of(example) for example in examples]
     else:
         examples = read_records(config.data)
@@ -47,7 +48,7 @@ def load_split(config: Config) -> Split:
             [example for example, group in zip(examples, groups) if group in held_out],
         )
     if not split.train:
-        raise ValueError(f"data={config.data!r} leaves no training example; lower eval_fraction={config.eval_fraction}")
+        raise UsageError(f"data={config.data!r} leaves no training example; lower eval_fraction={config.eval_fraction}")
     return split
 
 
@@ -71,7 +72,7 @@ def passages_for(examples: Sequence[Example], index: int, *, count: int, hard: i
             chosen.append(other)
     spare = [passage for passage in example.negatives if passage not in taken] + chosen
     if len(chosen) < count - 1 and not spare:
-        raise ValueError(f"{example.source}: no negative passage for {example.query!r}; give neg_doc or more records")
+        raise UsageError(f"{example.source}: no negative passage for {example.query!r}; give neg_doc or more records")
     chosen += [spare[slot % len(spare)] for slot in range(count - 1 - len(chosen))]
     return [example.positive, *chosen]
 

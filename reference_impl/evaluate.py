@@ -19,8 +19,8 @@ from reference_impl.trainer import Trainer
 def evaluate(trainer: Trainer) -> dict[str, float | int]:
     """``mrr@10``, ``ndcg@10``, ``queries`` of the trainer's model as it is, the same on every rank.
 
-    Each query has ``eval_n_passages`` candidates: its positive, its own negatives (the same module's, or ``neg_doc``),
-    then others. Draws no random number and leaves the model in training mode.
+    Each query has ``eval_n_passages`` candidates: its positive, ``eval_hard_negatives`` of its own negatives (the same
+    module's, or ``neg_doc``), then others. Draws no random number and leaves the model in training mode.
     """
     config, runtime, examples = trainer.config, trainer.runtime, trainer.batches.split.evaluation
     chosen = list(range(len(examples)))
@@ -38,7 +38,7 @@ def evaluate(trainer: Trainer) -> dict[str, float | int]:
                 (examples[index].query, passage)
                 for index in batch or chosen[:1]
                 for passage in passages_for(
-                    examples, index, count=config.eval_n_passages, hard=config.eval_n_passages - 1, key="evaluation"
+                    examples, index, count=config.eval_n_passages, hard=config.eval_hard_negatives, key="evaluation"
                 )
             ]
             scores = trainer.scores(trainer.tokenization.encode(trainer.tokenizer, pairs)).float()

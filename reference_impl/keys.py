@@ -14,8 +14,10 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from reference_impl.errors import UsageError
 
-class KeyMappingError(ValueError):
+
+class KeyMappingError(UsageError):
     """A checkpoint's names and a model's do not match up. The message lists examples."""
 
 

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from reference_impl.config import Config, ConfigError
+from reference_impl.errors import UsageError
 from reference_impl.keys import LoadReport, rules_for
 
 KNOWN_WEIGHTS = {
@@ -53,13 +54,13 @@ def resolve_model(name: str) -> Path:
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """The directory's tokenizer; one without a pad token pads with EOS. Raises ``ValueError`` if it has neither."""
+    """The directory's tokenizer; one without a pad token pads with EOS. Raises ``UsageError`` if it has neither."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(directory)
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
-            raise ValueError(f"the tokenizer in {directory} has neither pad nor EOS token; add one to its configuration")
+            raise UsageError(f"the tokenizer in {directory} has neither pad nor EOS token; add one to its configuration")
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
@@ -84,7 +85,7 @@ def load_pretrained(model: nn.Module, directory: Path) -> LoadReport:
 
     The scoring head stays as it was if the directory has none. Raises
     :class:`~reference_impl.keys.KeyMappingError` before anything changes when a tensor would be dropped or a parameter
-    left unfilled, ``ValueError`` for a shape that does not fit.
+    left unfilled, ``UsageError`` for a shape that does not fit.
     """
     published = read_weights(directory)
     own = model.state_dict()
@@ -100,7 +101,7 @@ def load_pretrained(model: nn.Module, directory: Path) -> LoadReport:
     report.refuse_losses(str(directory))
     for name, target in report.renamed.items():
         if published[name].shape != own[target].shape:
-            raise ValueError(
+            raise UsageError(
                 f"{directory}: {name} is {tuple(published[name].shape)}, the model's {target} is {tuple(own[target].shape)}"
             )
     cast_parameters(model, _widest(published[name].dtype for name in report.renamed))
@@ -122,7 +123,7 @@ def read_weights(directory: Path) -> dict[str, torch.Tensor]:
         return tensors
     if (directory / "pytorch_model.bin").is_file():
         return torch.load(directory / "pytorch_model.bin", map_location="cpu", weights_only=True)
-    raise FileNotFoundError(f"{directory} has no model.safetensors, no index of shards and no pytorch_model.bin")
+    raise UsageError(f"{directory} has no model.safetensors, no index of shards and no pytorch_model.bin")
 
 
 def shard_model(model: nn.Module, mesh: DeviceMesh, config: Config) -> nn.Module:

@@ -11,13 +11,15 @@ from __future__ import annotations
 import random
 from functools import lru_cache
 
+from reference_impl.errors import UsageError
+
 
 class SampleOrder:
     """Seeded permutations of ``size`` samples, one per epoch, the same on every rank and in every process."""
 
     def __init__(self, size: int, *, seed: int = 0) -> None:
         if size < 1:
-            raise ValueError(f"cannot order {size} samples; is the data empty?")
+            raise UsageError(f"cannot order {size} samples; is the data empty?")
         self.size, self.seed = size, seed
         self._permutation = lru_cache(maxsize=2)(self._permute)  # A batch touches at most the end of one and the next.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from reference_impl.errors import UsageError
+
 
 def rank_of_first(scores: Sequence[float]) -> int:
     """The 1-based rank of candidate 0. Ties count against it, so that constant scores earn nothing; so does NaN."""
@@ -22,9 +24,9 @@ def ndcg(rank: int, *, k: int = 10) -> float:
 
 
 def summarise(ranks: Sequence[int]) -> dict[str, float | int]:
-    """``mrr@10``, ``ndcg@10`` (means, 0 to 1) and ``queries``. Raises ``ValueError`` without any query."""
+    """``mrr@10``, ``ndcg@10`` (means, 0 to 1) and ``queries``. Raises ``UsageError`` without any query."""
     if not ranks:
-        raise ValueError("nothing to evaluate: no query; check eval_queries, eval_fraction and eval_data")
+        raise UsageError("nothing to evaluate: no query; check eval_queries, eval_fraction and eval_data")
     return {
         "mrr@10": sum(map(reciprocal_rank, ranks)) / len(ranks),
         "ndcg@10": sum(map(ndcg, ranks)) / len(ranks),

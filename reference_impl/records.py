@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from reference_impl.errors import UsageError
 
-class RecordError(ValueError):
+
+class RecordError(UsageError):
     """A data file is missing or holds a malformed record. The message names the file and the line or index."""
 
 

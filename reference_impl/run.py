@@ -25,6 +25,8 @@ def train(config: Config) -> dict[str, Any]:
     resumed = trainer.resume()
     log.rewind(trainer.step if resumed else None)
     tell(first, f"resumed at step {trainer.step} of {config.steps}" if resumed else f"starting {config.steps} steps")
+    if trainer.step >= config.steps:
+        tell(first, f"nothing left to train: raise steps above {trainer.step}, or choose another output_dir")
     evaluations = {record["step"]: record for record in log.read() if record["kind"] == "evaluation"}
     if config.evaluate_around_training and not resumed:
         evaluations[0] = measure(trainer, log)

@@ -20,6 +20,8 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
+from reference_impl.errors import UsageError
+
 Tensors = dict[str, torch.Tensor]
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -29,11 +31,11 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Prefixes that torch.compile and activation checkpointing put into parameter names; they reach no saved name."""
 
 
-class PrecisionDrift(ValueError):
+class PrecisionDrift(UsageError):
     """A checkpoint holds another dtype than this run declares. The message names the tensor and both."""
 
 
-class StateMismatch(ValueError):
+class StateMismatch(UsageError):
     """A checkpoint holds other tensors or parameter groups than this run has. The message names them."""
 
 

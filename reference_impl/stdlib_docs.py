@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import sysconfig
+from functools import cache
 from pathlib import Path
 
 from reference_impl.records import Example
@@ -20,11 +21,12 @@ SHORTEST_PASSAGE = 40
 """Characters. Shorter rests of a docstring ('See above.') answer no query."""
 
 
-def stdlib_examples(root: str | Path | None = None) -> list[Example]:
+@cache
+def stdlib_examples(root: str | Path | None = None) -> tuple[Example, ...]:
     """One example per documented object whose docstring has a summary and more; ``source`` is the dotted module name.
 
     Sorted by module, then by place in the file: the same list on every rank of the same Python. Reads about 600 files in
-    a few seconds. ``root`` is the folder to read, the running Python's ``stdlib`` by default.
+    a few seconds, once per process. ``root`` is the folder to read, the running Python's ``stdlib`` by default.
     """
     root = Path(root or sysconfig.get_paths()["stdlib"])
     examples, seen = [], set()
@@ -37,7 +39,7 @@ def stdlib_examples(root: str | Path | None = None) -> list[Example]:
         for index, (query, passage) in enumerate(pairs):
             others = tuple(other for _, other in pairs[:index] + pairs[index + 1 :])
             examples.append(Example(query, passage, others, module))
-    return examples
+    return tuple(examples)
 
 
 def package_of(example: Example) -> str:

@@ -244,8 +244,8 @@ class Trainer:
                 raise ConfigError(f"{path} was trained with {name}={saved.get(name)!r}, this run says {value!r}")
 
     def close(self) -> None:
-        """Publish what is in flight and leave the process group, if this trainer opened it."""
-        self.finalize()
+        """Publish what is in flight, end the writer process, and leave the process group if this trainer opened it."""
+        self.checkpointer.close()
         runtimes.disconnect(self.runtime)
 
 

@@ -1,18 +1,15 @@
-"""NVIDIA nemo-automodel 0.7.0: its Checkpointer, called by its own recipe.
+"""NVIDIA nemo-automodel 0.7.0: its Checkpointer, driven by its own recipe.
 
 `BaseRecipe.save_checkpoint` and `load_checkpoint` decide what is written, by which rank and in which order, and
-`CheckpointLifecycle` publishes; this file hands them the suite's trainer and changes nothing else. Options that a case
-does not set keep their defaults: sharded safetensors, a consolidated export at the final save, staging not awaited
-inside `save`.
-
-A checkpoint has its final name from the start and holds a `.incomplete` marker until it is whole; then `LATEST` points
-at it and the marker goes.
+`CheckpointLifecycle` publishes; this file hands them the suite's trainer. Options that a case does not set keep their
+defaults. A checkpoint bears its final name from the start, with a `.incomplete` marker in it until it is whole; then
+`LATEST` points at it and the marker goes.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,69 +27,64 @@ try:
     from nemo_automodel.recipes.base_recipe import BaseRecipe
 except ImportError as error:
     raise ImportError(
-        f"nemo_automodel cannot be imported here ({error}); it lives in an environment of its own: run"
-        " `make env-nemo_automodel` and use that environment's fsdp-contracts"
+        f"nemo-automodel cannot be imported here ({error}). It has an environment of its own:"
+        " run `make env-nemo_automodel` and use the fsdp-contracts in it"
     ) from error
 
 
 class Scheduler(OptimizerParamScheduler):
-    """torch's scheduler as the kind of scheduler that a recipe saves and loads beside its optimizer."""
+    """torch's scheduler as the kind that a recipe saves and loads together with its optimizer."""
 
     def __init__(self, scheduler: Any) -> None:
-        self.state_dict = scheduler.state_dict
-        self.load_state_dict = scheduler.load_state_dict
+        self.state_dict, self.load_state_dict = scheduler.state_dict, scheduler.load_state_dict
 
 
 class Progress:
-    """What a recipe keeps in its `step_scheduler`: steps taken, the epoch, whether this save is the last."""
+    """What a recipe needs of its `step_scheduler`: steps taken, and whether this save is the last."""
 
-    step, epoch, is_last_step = 0, 0, False
+    step, is_last_step = 0, False
 
     def state_dict(self) -> dict[str, int]:
-        return {"step": self.step, "epoch": self.epoch}
+        return {"step": self.step, "epoch": 0}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.step, self.epoch = state["step"], state["epoch"]
+        self.step = state["step"]
 
 
 class NemoAutomodel(CheckpointerOnly):
-    """The suite's plain FSDP2 trainer, checkpointed by a nemo-automodel recipe. Its asynchronous mode is a process."""
+    """The suite's plain FSDP2 trainer, checkpointed by a nemo-automodel recipe; its asynchronous mode is a process."""
 
     capabilities = {
-        Capability.TRAIN,
-        Capability.RESUME,
-        Capability.SCHEDULER,
-        Capability.ASYNC_PROCESS,
-        Capability.PUBLISH,
-        Capability.COMPANIONS,
+        *(Capability.TRAIN, Capability.RESUME, Capability.SCHEDULER),
+        *(Capability.ASYNC_PROCESS, Capability.PUBLISH, Capability.COMPANIONS),
     }
     layout = Layout(
         published=r"epoch_\d+_step_(?P<step>\d+)",
         temporary=r"epoch_\d+_step_\d+\.reserving-[0-9a-f]+",
         companions=("config.yaml", "config.json", "tokenizer.json", "tokenizer_config.json"),
     )
-
     recipe: BaseRecipe | None = None
     loss = 0.0
 
     def build(self) -> None:
-        if self.case.checkpoint.mode == "thread":
+        checkpoint, recipe = self.case.checkpoint, BaseRecipe()
+        if checkpoint.mode == "thread":
             raise ValueError("nemo-automodel saves in a background process; it has no thread mode")
-        recipe = BaseRecipe()
-        recipe.rng = StatefulRNG(self.case.seed, ranked=True)  # seeds every generator, so it comes before the model
+        recipe.rng = StatefulRNG(self.case.seed, ranked=True)  # it seeds every generator, so it comes before the model
         super().build()
-        recipe.model_parts, recipe.optimizer, recipe.lr_scheduler = [self.model], [self.optimizer], [Scheduler(self.scheduler)]
-        recipe.tokenizer, recipe.step_scheduler, recipe.peft_config = self.tokenizer, Progress(), None
         recipe.cfg = ConfigNode({"model": {"pretrained_model_name_or_path": str(self.place.model)}})
+        recipe.model_parts, recipe.tokenizer, recipe.peft_config = [self.model], self.tokenizer, None
+        recipe.optimizer, recipe.lr_scheduler = [self.optimizer], [Scheduler(self.scheduler)]
+        recipe.step_scheduler = Progress()
         if not torch.accelerator.is_available():
-            # Its stager is made with torch's defaults, which need an accelerator. Only what needs one is left out.
-            cpu = StagingOptions(use_pinned_memory=False, use_non_blocking_copy=False)
-            checkpointing.DefaultStager = functools.partial(DefaultStager, cpu)
+            # Its stager takes torch's defaults, which need an accelerator; only those two options are turned off.
+            options = StagingOptions(use_pinned_memory=False, use_non_blocking_copy=False)
+            checkpointing.DefaultStager = partial(DefaultStager, options)
         recipe.checkpointer = CheckpointingConfig(
             checkpoint_dir=str(self.place.root),
             model_repo_id=str(self.place.model),
-            is_async=self.case.checkpoint.mode == "process",
-            max_recent_checkpoints=self.case.checkpoint.keep_latest or None,
+            is_async=checkpoint.mode == "process",
+            max_recent_checkpoints=checkpoint.keep_latest or None,
         ).build(dp_rank=self.place.rank, tp_rank=0, pp_rank=0)
         self.recipe = recipe
 
@@ -117,4 +109,3 @@ class NemoAutomodel(CheckpointerOnly):
     def close(self) -> None:
         if self.recipe is not None:
             self.recipe._finalize_and_close_checkpointer()
-        super().close()

@@ -15,13 +15,14 @@ Where one published tensor is split over several parameters, `map` returns the f
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from contracts.implementation import Capability, Implementation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from contracts.published_names import PublishedNames
 
 
 class DeclaredMapping:
@@ -75,11 +76,12 @@ class TransformersKeys(Implementation):
     capabilities = {Capability.KEY_MAPPING}
     mapping: type[DeclaredMapping] = DeclaredMapping
 
-    def key_mapping(self, config: Mapping[str, Any]) -> DeclaredMapping:
+    def key_mapping(self, published: PublishedNames) -> DeclaredMapping:
         """Return the mapping for the first of the configuration's `architectures`; needs transformers 5."""
         import torch
         import transformers
 
+        config = published.config
         kind = transformers.CONFIG_MAPPING[config["model_type"]]
         architecture = getattr(transformers, config["architectures"][0])
         with torch.device("meta"):

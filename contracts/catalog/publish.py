@@ -6,8 +6,8 @@ import re
 
 from contracts.case import Save
 from contracts.contract import Check, contract
-from contracts.history import GenerationHistory, History
-from contracts.implementation import Capability
+from contracts.history import Event, History
+from contracts.implementation import Capability, Layout
 from contracts.strategies import SAVED_RUNS
 
 
@@ -19,26 +19,25 @@ def finalize_before_rename(history: History, check: Check) -> None:
 
     Seen: NVIDIA-NeMo/RL `finalize_async_save`.
     """
-    layout = history.layout
     for generation in history.generations:
-        published: dict[str, int] = {}
+        published: set[str] = set()
         retired: dict[str, str] = {}
         renamed_from: dict[int, str] = {}
         for event in generation.files():
             name, _, below = event.path.partition("/")
             if event.operation == "moved-from" and event.directory:
                 renamed_from[event.cookie] = event.path
-            if not below and event.directory and re.fullmatch(layout.published, name) and event.operation in ("created", "moved-to"):
-                published[name] = event.order
+            if _publishes(event, history.layout):
+                published.add(name)
                 if event.cookie in renamed_from:
                     retired[renamed_from[event.cookie]] = name
-            elif name in published and event.operation in ("created", "modified", "closed", "moved-to") and below:
-                check(False, f"{event.path} was {event.operation} after {name} had its final name")
+            elif name in published and below and event.operation in ("created", "modified", "closed", "moved-to"):
+                check(False, f"{event.path} was {event.operation} after {name} had been published")
             elif name in retired and event.operation == "created" and not below:
                 check(False, f"{name} came back after it was renamed to {retired[name]}")
         saves = sum(isinstance(step, Save) for step in generation.case.steps)
         if saves and generation.failure is None:
-            check(published, f"{saves} saves published nothing that matches {layout.published!r}")
+            check(published, f"{saves} saves published nothing that matches {history.layout.published!r}")
         for name in published:
             check(True, f"{name} kept its bytes")
 
@@ -74,10 +73,16 @@ def published_is_whole(history: History, check: Check) -> None:
                 )
 
 
+def _publishes(event: Event, layout: Layout) -> bool:
+    """Whether a checkpoint counts as published from this file event on."""
+    name, _, below = event.path.partition("/")
+    if re.fullmatch(layout.published, name) is None:
+        return False
+    if layout.incomplete is not None:
+        return below == layout.incomplete and event.operation in ("deleted", "moved-from")
+    return not below and event.directory and event.operation in ("created", "moved-to")
+
+
 def _step(name: str, history: History) -> int:
     found = re.fullmatch(history.layout.published, name)
     return int(found["step"]) if found else -1
-
-
-def _last(generation: GenerationHistory) -> int:
-    return generation.events[-1].order if generation.events else 0

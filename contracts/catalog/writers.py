@@ -20,12 +20,12 @@ def replicated_files_rank_0(history: History, check: Check) -> None:
     Seen: NVIDIA-NeMo/RL#3504.
     """
     for generation in history.generations:
-        for event in _companions(generation, history, "closed"):
-            ranks = generation.writers.get(event.path)
+        for path in sorted({event.path for event in _companions(generation, history, "created", "modified", "closed")}):
+            ranks = generation.writers.get(path)
             if ranks is None:
                 # Seen from outside and by no rank: an unknown native writer. That is no evidence either way.
                 continue
-            check(ranks == {0}, f"{event.path} was written by {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, sorted(ranks)))}")
+            check(ranks == {0}, f"{path} was written by {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, sorted(ranks)))}")
 
 
 @contract(cases=SAVED_RUNS, needs={Capability.TRAIN, Capability.COMPANIONS})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import shutil
 import subprocess
@@ -223,11 +224,10 @@ class _Parent:
 
 
 def _published(root: Path, layout: Layout) -> dict[str, Any]:
-    import re
-
     found = {}
     for path in sorted(root.rglob("*")):
         name = str(path.relative_to(root))
-        if path.is_dir() and not path.is_symlink() and re.fullmatch(layout.published, name):
+        whole = layout.incomplete is None or not (path / layout.incomplete).exists()
+        if path.is_dir() and not path.is_symlink() and re.fullmatch(layout.published, name) and whole:
             found[name] = checkpoint_dir.read(path).to_json()
     return found

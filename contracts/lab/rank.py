@@ -119,7 +119,7 @@ def _take(step: steps.Step, implementation: Implementation, recorder: Recorder) 
             recorder.event("resume-returns", step=implementation.step)
             recorder.state("resumed")
         case steps.MapNames(source):
-            recorder.event("mapped", **_map_names(source, implementation))
+            _map_names(source, implementation, recorder)
 
 
 def _files(implementation: Implementation) -> dict[str, int]:
@@ -138,19 +138,23 @@ def _overwrite(implementation: Implementation, value: float) -> None:
                     getattr(tensor, "_local_tensor", tensor).fill_(value)
 
 
-def _map_names(source: str, implementation: Implementation) -> dict[str, Any]:
+def _map_names(source: str, implementation: Implementation, recorder: Recorder) -> None:
     from contracts import published_names
 
     published = published_names.read(source)
-    mapping = implementation.key_mapping({"architecture": published.architecture, **published.config})
+    mapping = implementation.key_mapping(published)
+    if mapping is None:
+        recorder.event("mapping-unsupported", source=source)
+        return
     once = {name: mapping.map(name) for name in published.names}
-    return {
-        "source": source,
-        "ignored": list(published.ignored),
-        "once": once,
-        "twice": {name: mapping.map(name) for name in once.values() if name is not None},
-        "targets": sorted(mapping.targets),
-    }
+    recorder.event(
+        "mapped",
+        source=source,
+        ignored=list(published.ignored),
+        once=once,
+        twice={name: mapping.map(name) for name in once.values() if name is not None},
+        targets=sorted(mapping.targets),
+    )
 
 
 def _number(value: Any) -> Any:

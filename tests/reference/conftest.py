@@ -20,11 +20,11 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
-def launch(world: int, *command: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    """torchrun ``command`` on ``world`` ranks of this machine; fails the test with the ranks' output if it fails."""
+def launch(world: int, *command: str, ends: int = 0, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    """torchrun ``command`` on ``world`` ranks of this machine; fails the test with their output unless it ends as told."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
     done = subprocess.run([*torchrun, *command], env=environment(), capture_output=True, text=True, timeout=timeout)
-    assert done.returncode == 0, f"torchrun {' '.join(command)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == ends, f"torchrun {' '.join(command)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 
 

@@ -97,6 +97,8 @@ def write(folder: Path) -> None:
     for record, states in trajectories[1:]:
         assert record == trajectories[0][0]
         same_bits(states[LAST], trajectories[0][1][LAST], "modes disagree")
+    moments = {name: tensor for name, tensor in trajectories[0][1][1].items() if "/exp_avg" in name}
+    assert moments and all(tensor.any() and not torch.equal(tensor, tensor.bfloat16().float()) for tensor in moments.values())
     torch.save(trajectories[0], folder / f"expected_{dist.get_rank()}.pt")
 
 
@@ -109,6 +111,8 @@ def resume(folder: Path) -> None:
             if dist.get_rank() == 0:
                 shutil.copytree(folder / f"run_{mode}" / f"step_{step}", root / f"step_{step}")
             trainer = built(folder, root.name)
+            cold = dict(trainer.model.named_parameters())["model.norm.weight"].full_tensor()
+            assert not torch.equal(cold, states[step]["model.norm.weight"])  # Else equality below would prove nothing.
             torch.manual_seed(999 + dist.get_rank())
             assert trainer.resume() is True and trainer.step == step
             same_bits(evidence(trainer), states[step], f"{mode}, boundary {step}")

@@ -1,0 +1,1 @@
+"""Reports: a table for the terminal, text and JSON for files."""

@@ -1,0 +1,62 @@
+"""Verdicts as text that can be read without knowing how a contract works."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from contracts.case import Case
+from contracts.contract import REGISTRY
+from contracts.suite import Verdict
+
+WIDTH = 112
+
+
+def table(verdicts: Sequence[Verdict], known: dict[str, str] | None = None) -> str:
+    """One line per contract: verdict, name, cases, pieces of evidence, worlds, seconds."""
+    width = max([len(verdict.name) for verdict in verdicts], default=8)
+    lines = [f"{'':14}  {'contract':{width}}  {'cases':>5}  {'evidence':>8}  {'worlds':<9}  seconds"]
+    for verdict in verdicts:
+        worlds = ",".join(map(str, verdict.worlds)) or "-"
+        note = f"  known: {known[verdict.name]}" if known and verdict.name in known and verdict.verdict == "broken" else ""
+        lines.append(
+            f"{mark(verdict.verdict):14}  {verdict.name:{width}}  {verdict.cases:>5}  {verdict.evidence:>8}  {worlds:<9}  "
+            f"{verdict.seconds:7.1f}{note}"
+        )
+    return "\n".join(lines)
+
+
+def mark(verdict: str) -> str:
+    return verdict if verdict in ("kept", "not-applicable", "not-run") else verdict.upper()
+
+
+def story(verdict: Verdict) -> str:
+    """A verdict that is broken or unknown, in full: statement, what was seen, the case, how to replay it, who saw it before."""
+    contract = REGISTRY[verdict.name]
+    lines = [f"{verdict.verdict.upper()}  {verdict.name}"]
+    lines += _wrapped(contract.statement)
+    lines += _wrapped(verdict.message)
+    if verdict.case_file:
+        script = str(Case.read(Path(verdict.case_file))).splitlines()
+        lines += [f"  {'case' if number == 0 else '':7} {line}" for number, line in enumerate(script)]
+        lines.append(f"  replay  {verdict.replay}")
+    if contract.seen:
+        lines.append(f"  seen    {', '.join(contract.seen)}")
+    return "\n".join(lines)
+
+
+def summary(verdicts: Sequence[Verdict]) -> str:
+    counts: dict[str, int] = {}
+    for verdict in verdicts:
+        counts[verdict.verdict] = counts.get(verdict.verdict, 0) + 1
+    order = ("broken", "unknown", "kept", "not-applicable", "not-run")
+    return ", ".join(f"{counts[name]} {name}" for name in order if name in counts)
+
+
+def _wrapped(text: str) -> list[str]:
+    return [
+        line
+        for paragraph in text.splitlines()
+        for line in textwrap.wrap(paragraph, WIDTH, initial_indent="  ", subsequent_indent="  ", replace_whitespace=False) or [""]
+    ]

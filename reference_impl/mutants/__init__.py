@@ -1,0 +1,9 @@
+"""Broken twins of the reference, one mistake each, and good neighbours: correct but unusual variants.
+
+A mutant overrides one method, says its mistake in one sentence, and names the contract that must catch it.
+"""
+
+from reference_impl.mutants import keys, neighbours, order, precision, publish, resume, writers
+from reference_impl.mutants.registry import MUTANTS, NEIGHBOURS, names
+
+__all__ = ["MUTANTS", "NEIGHBOURS", "keys", "names", "neighbours", "order", "precision", "publish", "resume", "writers"]
