@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from contracts.case import Case, Generation
-    from contracts.contract import Check, Contract, contract
+    from contracts.judging import Check, Contract, contract
     from contracts.history import Event, History, Shard, Snapshot, State
     from contracts.implementation import Capability, Implementation, KeyMapping, Layout, Place
     from contracts.pytest_plugin import contract_tests
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from contracts.trainer import CheckpointerOnly
 
 _HOME = {
-    "Case": "case", "Generation": "case", "Check": "contract", "Contract": "contract", "contract": "contract",
+    "Case": "case", "Generation": "case", "Check": "judging", "Contract": "judging", "contract": "judging",
     "Event": "history", "History": "history", "Shard": "history", "Snapshot": "history", "State": "history",
     "Capability": "implementation", "Implementation": "implementation", "KeyMapping": "implementation",
     "Layout": "implementation", "Place": "implementation", "contract_tests": "pytest_plugin", "Suite": "suite",
@@ -55,9 +55,4 @@ def __getattr__(name: str) -> Any:
     # Imported on first use: a rank or a stack's own environment needs neither pytest nor Hypothesis.
     if name not in _HOME:
         raise AttributeError(f"module 'contracts' has no attribute {name!r}")
-    if name == "contract":
-        # The function shares its name with its module; binding it here keeps `contracts.contract` the function.
-        module = importlib.import_module("contracts.contract")
-        globals()["contract"] = module.contract
-        return module.contract
     return getattr(importlib.import_module(f"contracts.{_HOME[name]}"), name)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from contracts.bindings.known import Target
-from contracts.contract import REGISTRY
+from contracts.judging import REGISTRY
 from contracts.lab.lab import Lab
 from contracts.suite import PROFILES, Suite, select
 

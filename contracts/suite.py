@@ -17,7 +17,7 @@ from hypothesis.errors import NoSuchExample
 import contracts.catalog  # noqa: F401  fills the registry
 from contracts.bindings.known import Target
 from contracts.case import Case
-from contracts.contract import REGISTRY, Contract, Judgement, VerdictName
+from contracts.judging import REGISTRY, Contract, Judgement, VerdictName
 from contracts.history import History
 from contracts.implementation import Capability, Layout
 from contracts.lab.lab import Lab

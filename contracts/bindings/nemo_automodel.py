@@ -62,6 +62,7 @@ class NemoAutomodel(CheckpointerOnly):
         published=r"epoch_\d+_step_(?P<step>\d+)",
         temporary=r"epoch_\d+_step_\d+\.reserving-[0-9a-f]+",
         companions=("config.yaml", "config.json", "tokenizer.json", "tokenizer_config.json"),
+        incomplete=".incomplete",
     )
     recipe: BaseRecipe | None = None
     loss = 0.0
@@ -77,9 +78,8 @@ class NemoAutomodel(CheckpointerOnly):
         recipe.optimizer, recipe.lr_scheduler = [self.optimizer], [Scheduler(self.scheduler)]
         recipe.step_scheduler = Progress()
         if not torch.accelerator.is_available():
-            # Its stager takes torch's defaults, which need an accelerator; only those two options are turned off.
-            options = StagingOptions(use_pinned_memory=False, use_non_blocking_copy=False)
-            checkpointing.DefaultStager = partial(DefaultStager, options)
+            # Its stager takes torch's defaults, one of which raises without an accelerator; the others stay.
+            checkpointing.DefaultStager = partial(DefaultStager, StagingOptions(use_non_blocking_copy=False))
         recipe.checkpointer = CheckpointingConfig(
             checkpoint_dir=str(self.place.root),
             model_repo_id=str(self.place.model),

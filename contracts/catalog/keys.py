@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from contracts.contract import Check, NotApplicable, contract
+from contracts.judging import Check, NotApplicable, contract
 from contracts.history import Event, History
 from contracts.implementation import Capability
 from contracts.strategies import MAPPINGS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contracts.contract import Check, contract
+from contracts.judging import Check, contract
 from contracts.history import History
 from contracts.implementation import Capability
 from contracts.strategies import INTERRUPTED_RUNS

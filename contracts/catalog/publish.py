@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from contracts.case import Save
-from contracts.contract import Check, contract
+from contracts.judging import Check, contract
 from contracts.history import Event, History
 from contracts.implementation import Capability, Layout
 from contracts.strategies import SAVED_RUNS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from contracts.contract import Check, contract
+from contracts.judging import Check, contract
 from contracts.history import Event, GenerationHistory, History
 from contracts.implementation import Capability
 from contracts.strategies import SAVED_RUNS

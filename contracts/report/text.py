@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from contracts.case import Case
-from contracts.contract import REGISTRY
+from contracts.judging import REGISTRY
 from contracts.suite import Verdict
 
 WIDTH = 112
