@@ -33,6 +33,11 @@ class StoredTensor:
     shape: tuple[int, ...]
     chunks: tuple[tuple[tuple[int, ...], tuple[int, ...], str], ...]
 
+    def joined(self, other: StoredTensor) -> StoredTensor:
+        """The same tensor with the pieces of another file; the whole is as large as the furthest piece."""
+        shape = tuple(map(max, self.shape, other.shape)) if len(self.shape) == len(other.shape) else self.shape
+        return StoredTensor(self.dtype, shape, (*self.chunks, *other.chunks))
+
 
 @dataclass(frozen=True)
 class CheckpointDirectory:
@@ -83,7 +88,9 @@ def read(directory: Path) -> CheckpointDirectory:
         except Exception as error:
             problems.append(f"{file} cannot be read: {type(error).__name__}: {error}")
             continue
-        tensors |= {f"{store}:{key}" if store else key: tensor for key, tensor in found.items()}
+        for key, tensor in found.items():
+            name = f"{store}:{key}" if store else key
+            tensors[name] = tensors[name].joined(tensor) if name in tensors else tensor
         problems += wrong
     written = {os.path.dirname(file) for file in files if file.endswith(".distcp")}
     problems += [f"{store or '.'} has shards and no .metadata" for store in sorted(written) if os.path.join(store, ".metadata") not in files]
@@ -120,22 +127,23 @@ def _read_dcp(path: Path, store: str, files: dict[str, int]) -> tuple[dict[str, 
 
 
 def _read_safetensors(path: Path, file: str) -> tuple[dict[str, StoredTensor], list[str]]:
-    """The format: an unsigned 64-bit little-endian length, a JSON header of that length, then the data."""
+    """The format: an unsigned 64-bit little-endian length, a JSON header of that length, then the data.
+
+    DCP's HuggingFace writer stores a rank's shards under the whole tensor's name, and their offsets in the header.
+    """
     size = path.stat().st_size
     with open(path, "rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         if length > size - 8:
             raise ValueError(f"its header should have {length} bytes and the file has {size}")
         header = json.loads(stream.read(length))
-    header.pop("__metadata__", None)
-    tensors = {
-        key: StoredTensor(
-            _SAFETENSORS_DTYPES.get(entry["dtype"], entry["dtype"]),
-            tuple(entry["shape"]),
-            (((0,) * len(entry["shape"]), tuple(entry["shape"]), file),),
-        )
-        for key, entry in header.items()
-    }
+    sharding = json.loads((header.pop("__metadata__", None) or {}).get("DCP_SHARDING_INFO", "{}"))
+    tensors = {}
+    for key, entry in header.items():
+        sizes = tuple(entry["shape"])
+        offsets = tuple(sharding.get(key, {}).get("saved_offsets", (0,) * len(sizes)))
+        shape = tuple(offset + size for offset, size in zip(offsets, sizes, strict=True))
+        tensors[key] = StoredTensor(_SAFETENSORS_DTYPES.get(entry["dtype"], entry["dtype"]), shape, ((offsets, sizes, file),))
     end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     return tensors, [] if end == size else [f"{file} has {size} bytes; its header describes {end}"]
 

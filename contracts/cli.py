@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     running.add_argument("--worlds", type=_worlds, default=(1, 2, 4), metavar="N,N", help="world sizes (default: 1,2,4)")
     running.add_argument("--profile", choices=("smoke", "ci", "nightly"), default="ci", help="how many cases are drawn (default: ci)")
     running.add_argument("--no-shrink", action="store_true", help="do not look for a smaller case that breaks a contract too")
+    running.add_argument("--python", metavar="FILE", help="interpreter of the environment the implementation lives in")
     running.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     _common(running)
     running.set_defaults(command=_run)
@@ -62,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     replaying.add_argument("case", type=Path, metavar="CASE.json")
     replaying.add_argument("implementation", nargs="?", default="reference", help="as for run (default: reference)")
     replaying.add_argument("--contracts", nargs="+", default=["*"], metavar="GLOB", help="names or globs (default: all that apply)")
+    replaying.add_argument("--python", metavar="FILE", help="interpreter of the environment the implementation lives in")
     _common(replaying)
     replaying.set_defaults(command=_replay)
 
@@ -116,7 +118,7 @@ def _run(options: argparse.Namespace) -> int:
     from contracts.report import text
     from contracts.suite import PROFILES, Suite, select
 
-    target, chosen = resolve(options.implementation), select(options.contracts)
+    target, chosen = resolve(options.implementation, options.python), select(options.contracts)
     profile = PROFILES[options.profile]
     if options.no_shrink:
         profile = replace(profile, shrink_seconds=0.0)
@@ -161,7 +163,7 @@ def _replay(options: argparse.Namespace) -> int:
     from contracts.lab.lab import Lab
     from contracts.suite import Suite, select
 
-    case, target, chosen = Case.read(options.case), resolve(options.implementation), select(options.contracts)
+    case, target, chosen = Case.read(options.case), resolve(options.implementation, options.python), select(options.contracts)
     line = _Progress()
     print(case)
     verdicts = []

@@ -17,12 +17,13 @@ Functions answer through files, never through return values: a rank that is kill
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import json
 import os
+import re
 import select
-import shutil
 import signal
 import sys
 import tempfile
@@ -30,6 +31,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,11 +46,16 @@ PEER_ERRORS = (
     "ncclRemoteError",
     "Watchdog caught collective operation timeout",
     "recvValue failed",
+    "DistStoreError: wait timeout",
 )
 """What collectives say when the fault is another rank's. A rank that raised one of these is a consequence, not a cause."""
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
 _LOG_TAIL = 4000
+_NOTICED_LATE = 1.0
+"""Seconds by which the agent may notice a death after the peers do; a death within them of a peer's error came first."""
+_PATIENCE = 2.0
+"""Seconds that an agent may go on once no rank is left that could end its wait."""
 
 
 class LaunchError(RuntimeError):
@@ -67,6 +74,8 @@ class RankOutcome:
         status: "returned" · "raised" (an exception left the function) · "killed" (by `signal`, not by us) · "exited"
             (left with `exitcode` and without returning, 0 included) · "terminated" (the agent or the time-out ended it)
             · "missing" (never started).
+        error: the exception that left the function; of a terminated rank, the one it was handling when the end came.
+        ended: when it raised, returned or was seen dead, in seconds since the epoch.
         stacks: Python stacks of all its threads where it was terminated.
         log: the last 4,000 characters of its output.
     """
@@ -93,8 +102,21 @@ class RankOutcome:
     @property
     def waits_for_peers(self) -> bool:
         """Whether its main thread stood in a collective when it was terminated."""
-        main = self.stacks.split("Thread 0x")[-1] if "Thread 0x" in self.stacks else self.stacks
+        main = re.split(r"^(?:Current thread|Thread) 0x", self.stacks, flags=re.MULTILINE)[-1]
         return "torch/distributed/distributed_c10d.py" in main or "torch/distributed/c10d_logger.py" in main
+
+    @property
+    def suspicion(self) -> tuple[int, float, int]:
+        """Sorts the rank that failed first and for a reason of its own before those it took along."""
+        if self.status in ("killed", "exited", "raised") and not self.is_consequence:
+            # An abort is how a watchdog ends a rank whose peer failed, so it gets no benefit of the doubt.
+            late = self.status != "raised" and self.signal != "SIGABRT"
+            return 0, (self.ended or 0.0) - _NOTICED_LATE * late, self.rank
+        if self.status == "terminated" and self.error and not any(text in self.error for text in PEER_ERRORS):
+            return 1, 0.0, self.rank
+        if self.status == "terminated" and not self.waits_for_peers:
+            return 2, 0.0, self.rank
+        return (4 if self.status == "missing" else 3), self.ended or 0.0, self.rank
 
     def story(self) -> list[str]:
         """The lines that tell most: the end of a traceback, the innermost frames of a stack, or the last output."""
@@ -114,8 +136,9 @@ class RankOutcome:
                 return f"rank {self.rank} exited with code {self.exitcode} without returning"
             case "missing":
                 return f"rank {self.rank} never started"
-            case "terminated" if self.timed_out:
-                return f"rank {self.rank} {'waited for its peers' if self.waits_for_peers else 'still ran'}"
+            case "terminated":
+                what = "waited for its peers" if self.waits_for_peers else "still ran"
+                return f"rank {self.rank} {what}{f', handling {self.error},' if self.error else ''} when it was ended"
             case status:
                 return f"rank {self.rank} {status}"
 
@@ -138,9 +161,7 @@ class Launch:
     def primary(self) -> RankOutcome | None:
         """The rank that failed first and for a reason of its own; None where every rank returned."""
         failed = [o for o in self.outcomes if o.status != "returned"]
-        rank_of = {"killed": 0, "exited": 1, "raised": 2, "terminated": 3, "missing": 4}
-        failed.sort(key=lambda o: (o.is_consequence, rank_of[o.status] if o.ended is None else 0, o.ended or 0.0, o.rank))
-        return failed[0] if failed else None
+        return min(failed, key=lambda o: o.suspicion, default=None)
 
     def explain(self) -> str:
         """Say what happened, root cause first, in lines a person can read."""
@@ -149,18 +170,15 @@ class Launch:
         lines = []
         if self.timed_out:
             lines.append(f"no end after {self.seconds:.0f} s; the ranks that still ran were ended")
-        if (first := self.primary) is not None:
-            lines.append(str(first))
-            lines += [f"  {line}" for line in first.story()]
-            lines += [
-                f"{'then' if o.is_consequence else 'also'}: {o}"
-                for o in self.outcomes
-                if o is not first and o.status != "returned"
-            ]
-            if self.timed_out and first.waits_for_peers:
-                for o in self.outcomes:
-                    if o is not first and o.stacks:
-                        lines += [f"rank {o.rank}:", *(f"  {line}" for line in o.story())]
+        first = self.primary
+        if first is not None and first.suspicion[0] == 3:
+            lines.append("no rank failed for a reason of its own; did one call another collective than the rest, or none?")
+            for o in [first, *(o for o in self.outcomes if o is not first)]:
+                lines += [str(o), *(f"  {line}" for line in o.story() if o.status != "returned")]
+        elif first is not None:
+            lines += [str(first), *(f"  {line}" for line in first.story())]
+            others = [o for o in self.outcomes if o is not first and o.status != "returned"]
+            lines += [f"{'then' if o.is_consequence else 'also'}: {o}" for o in others]
         lines += [f"left behind: {what}" for what in self.left_behind]
         if all(o.status == "missing" for o in self.outcomes):
             lines.append(self.agent.strip()[-2000:])
@@ -207,49 +225,56 @@ def launch(
         RuntimeError: the platform is not Linux.
     """
     if sys.platform != "linux":
-        raise RuntimeError(f"ranks are launched with Linux process control; this is {sys.platform}. Use a Linux machine or container.")
+        raise RuntimeError(
+            f"ranks are launched with Linux process control; this is {sys.platform}. Use a Linux machine or container."
+        )
     if nproc_per_node < 1 or timeout <= 0:
         raise ValueError(f"nproc_per_node and timeout must be positive, got {nproc_per_node} and {timeout}")
-    own = directory is None
-    where = Path(tempfile.mkdtemp(prefix="torchrun-")) if own else Path(directory)
-    where.mkdir(parents=True, exist_ok=True)
+    if directory is not None:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        return _launch(function, nproc_per_node, args, timeout, start_method, env, Path(directory), on_wait)
+    with tempfile.TemporaryDirectory(prefix="torchrun-", ignore_cleanup_errors=True) as temporary:
+        return _launch(function, nproc_per_node, args, timeout, start_method, env, Path(temporary), on_wait)
+
+
+def _launch(function, nproc, args, timeout, start_method, env, where: Path, on_wait) -> Launch:
     before = _children(os.getpid())
     sys.stdout.flush()
     sys.stderr.flush()
     started = time.monotonic()
     agent = os.fork()
     if agent == 0:
-        _agent(function, args, nproc_per_node, start_method, env, where)
+        _agent(function, args, nproc, start_method, env, where)
     left: list[str] = []
+    timed_out = False
     try:
-        timed_out = not _wait(agent, started + timeout, started, on_wait, lambda: _ranks_are_gone(where, nproc_per_node))
+        timed_out = not _wait(agent, started + timeout, started, on_wait, lambda: _nothing_will_come(where, nproc))
         if timed_out:
-            _ask_for_stacks(where, nproc_per_node)
-        ranks = {pid for rank in range(nproc_per_node) if (pid := _rank_pid(where, rank))}
+            _ask_for_stacks(where, nproc)
     finally:
+        ranks = {pid for rank in range(nproc) if (pid := _rank_pid(where, rank))}
         family = _descendants(agent)
+        if not timed_out:
+            left = [_describe(pid) for pid in sorted(family - ranks) if _is_running(pid)]
+        # Ranks that the agent has not reaped are zombies only as long as it lives.
+        exits = {pid: (code, None) for pid in ranks if (code := _zombie_exitcode(pid)) is not None} | _read_exits(where)
         _kill(agent, group=True)
         _reap(agent)
-        left = [] if timed_out else [_describe(pid) for pid in sorted(family - ranks) if _is_running(pid)]
-        for pid in family:
-            _kill(pid)
-        # Orphans come to us only where this process is a subreaper, as the lab's parent is.
-        orphans = _children(os.getpid()) - before
-        left += [_describe(pid) for pid in sorted(orphans - family - {agent}) if _is_running(pid)]
+        _end(family)
+        # Orphans come to us only where this process is a subreaper, as the lab's parent is; other children are not ours to end.
+        orphans = _children(os.getpid()) - before if _is_subreaper() else set()
+        left += [_describe(pid) for pid in sorted(orphans - family) if _is_running(pid)]
+        _end(orphans)
         for pid in orphans:
-            _kill(pid)
             _reap(pid)
     notes = json.loads((where / "agent.json").read_text()) if (where / "agent.json").exists() else {}
-    result = Launch(
-        outcomes=[_outcome(where, rank, notes, timed_out) for rank in range(nproc_per_node)],
+    return Launch(
+        outcomes=[_outcome(where, rank, exits, timed_out) for rank in range(nproc)],
         timed_out=timed_out,
         seconds=time.monotonic() - started,
         left_behind=left + notes.get("left_behind", []),
         agent=_tail(where / "agent.log"),
     )
-    if own:
-        shutil.rmtree(where, ignore_errors=True)
-    return result
 
 
 def become_subreaper() -> None:
@@ -264,23 +289,23 @@ def _agent(function, args, ranks, start_method, env, where) -> None:
         os.setsid()
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         become_subreaper()
-        log = os.open(where / "agent.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+        _send_output_to(where / "agent.log")
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.environ.update(env or {})
-        exitcodes = _record_exitcodes()
+        _record_exits(where)
+        # torch leaves a file per rank that failed in the temporary folder; here it goes with the rest.
+        tempfile.tempdir = str(where)
         code = _run_elastic(function, args, ranks, start_method, where)
-        notes: dict[str, Any] = {"exitcodes": exitcodes}
-        deadline = time.monotonic() + 1.0  # a resource tracker or a daemon that is on its way out is not left behind
-        while (rest := _children(os.getpid())) and time.monotonic() < deadline:
+        # To spawn ranks, multiprocessing started a resource tracker for this process, which lives as long as it does.
+        own = {getattr(resource_tracker._resource_tracker, "_pid", None)}
+        deadline = time.monotonic() + 1.0  # a daemon that is on its way out is not left behind
+        while (rest := _children(os.getpid()) - own) and time.monotonic() < deadline:
             for pid in rest:
                 _reap(pid, block=False)
             time.sleep(0.01)
-        notes["left_behind"] = [_describe(pid) for pid in rest]
-        for pid in rest | _descendants(os.getpid()):
-            _kill(pid)
-        (where / "agent.json").write_text(json.dumps(notes))
+        left = [_describe(pid) for pid in rest]
+        _end(rest | _descendants(os.getpid()))
+        (where / "agent.json").write_text(json.dumps({"left_behind": left}))
     except BaseException:
         traceback.print_exc()
     finally:
@@ -288,18 +313,28 @@ def _agent(function, args, ranks, start_method, env, where) -> None:
         os._exit(code)
 
 
-def _record_exitcodes() -> dict[int, int]:
-    """Note how every child of this process ended: elastic reports the first failure only and drops the others."""
-    wait, exitcodes = os.waitpid, {}
+def _record_exits(where: Path) -> None:
+    """Note how and when every child of this process ended: elastic reports the first failure only and drops the others.
+
+    Noted at once, since the agent itself may be ended before it can sum up.
+    """
+    wait, exits = os.waitpid, open(where / "exits.jsonl", "a", buffering=1)
 
     def waitpid(pid: int, options: int) -> tuple[int, int]:
         ended, status = wait(pid, options)
         if ended:
-            exitcodes[ended] = os.waitstatus_to_exitcode(status)
+            exits.write(json.dumps([ended, os.waitstatus_to_exitcode(status), time.time()]) + "\n")
         return ended, status
 
     os.waitpid = waitpid
-    return exitcodes
+
+
+def _read_exits(where: Path) -> dict[int, tuple[int, float | None]]:
+    try:
+        lines = (where / "exits.jsonl").read_text().splitlines()
+    except FileNotFoundError:
+        return {}
+    return {pid: (code, at) for pid, code, at in map(json.loads, lines)}
 
 
 def _run_elastic(function, args, ranks, start_method, where) -> int:
@@ -329,11 +364,10 @@ def _run_elastic(function, args, ranks, start_method, where) -> int:
 def _rank(function: Callable[..., Any], args: tuple[Any, ...], where: str) -> None:
     """The first frame of a rank: output to a file, stacks on demand, and a status that no crash can forge."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    tempfile.tempdir = None
     rank = int(os.environ["RANK"])
     base = Path(where) / f"rank-{rank}"
-    log = os.open(f"{base}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    _send_output_to(Path(f"{base}.log"))
     stacks = open(f"{base}.stacks", "w")
     faulthandler.enable(file=stacks)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -343,10 +377,17 @@ def _rank(function: Callable[..., Any], args: tuple[Any, ...], where: str) -> No
     try:
         function(*args)
     except BaseException as error:
-        message = f"{type(error).__name__}: {error}"
-        if isinstance(error, RuntimeError) and "fork-based multiprocessing" in message:
-            message += '\n(the launching process ran a backward pass before it forked; pass start_method="spawn")'
-        _write(base, {"status": "raised", "error": message, "traceback": traceback.format_exc(), "ended": time.time()})
+        # Elastic ends the peers of a rank that failed; what this rank has to say is written before it listens.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        status = "raised"
+        if (signalled := _elastic_signal(error)) is not None:
+            status, error = "terminated", signalled.__context__
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        if isinstance(error, RuntimeError) and "fork-based multiprocessing" in text:
+            text += '\n(the launching process ran a backward pass before it forked; pass start_method="spawn")'
+        trace = None if error is None else "".join(traceback.format_exception(error))
+        _write(base, {"status": status, "error": text, "traceback": trace, "ended": time.time()})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         raise
     else:
         _write(base, {"status": "returned", "ended": time.time()})
@@ -355,12 +396,31 @@ def _rank(function: Callable[..., Any], args: tuple[Any, ...], where: str) -> No
         sys.stderr.flush()
 
 
+def _send_output_to(path: Path) -> None:
+    log = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    # A launching process that captures its output, as pytest does, has streams of its own, and loggers that hold them.
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            os.dup2(log, stream.fileno())
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout = open(1, "w", closefd=False, errors="backslashreplace")
+    sys.stderr = open(2, "w", closefd=False, errors="backslashreplace", buffering=1)
+
+
+def _elastic_signal(error: BaseException | None) -> BaseException | None:
+    """The exception by which elastic's SIGTERM handler ends a rank, where it is what left the function or led to it."""
+    while error is not None and type(error).__name__ != "SignalException":
+        error = error.__context__
+    return error
+
+
 def _write(base: Path, status: dict[str, Any]) -> None:
     with open(f"{base}.status", "a") as file:
         file.write(json.dumps(status) + "\n")
 
 
-def _outcome(where: Path, rank: int, notes: dict[str, Any], timed_out: bool) -> RankOutcome:
+def _outcome(where: Path, rank: int, exits: dict[int, tuple[int, float | None]], timed_out: bool) -> RankOutcome:
     base = where / f"rank-{rank}"
     status: dict[str, Any] = {}
     try:
@@ -368,14 +428,16 @@ def _outcome(where: Path, rank: int, notes: dict[str, Any], timed_out: bool) -> 
             status |= json.loads(line)
     except FileNotFoundError:
         return RankOutcome(rank, "missing")
-    exitcode = notes.get("exitcodes", {}).get(str(status["pid"]))
+    exitcode, died = exits.get(status["pid"], (None, None))
     outcome = RankOutcome(rank, status["status"], status["pid"], exitcode, log=_tail(Path(f"{base}.log")))
-    outcome.ended = status.get("ended")
+    outcome.ended = status.get("ended", died)
     outcome.error, outcome.traceback = status.get("error"), status.get("traceback")
     outcome.stacks = _tail(Path(f"{base}.stacks"), 20 * _LOG_TAIL)
+    outcome.timed_out = timed_out and exitcode is None and status["status"] == "started"
     if status["status"] == "started":
-        if exitcode is None or exitcode == -signal.SIGTERM:
-            outcome.status, outcome.timed_out = "terminated", timed_out
+        # SIGTERM leaves its mark in the stacks, however the rank then ended.
+        if exitcode is None or exitcode == -signal.SIGTERM or (exitcode > 0 and outcome.stacks):
+            outcome.status = "terminated"
         elif exitcode < 0:
             outcome.status, outcome.signal = "killed", signal.Signals(-exitcode).name
         else:
@@ -383,12 +445,9 @@ def _outcome(where: Path, rank: int, notes: dict[str, Any], timed_out: bool) -> 
     return outcome
 
 
-def _wait(pid, deadline, started, on_wait, ranks_are_gone: Callable[[], bool]) -> bool:
-    """Wait until `pid` has ended; False where the deadline came first. Leaves it to be reaped.
-
-    The agent waits on a pipe that a rank's own children inherit; where those stay, it would wait for them for ever.
-    """
-    alone_since = None
+def _wait(pid, deadline, started, on_wait, nothing_will_come: Callable[[], bool]) -> bool:
+    """Wait until `pid` has ended, or waits in vain; False where the deadline came first. Leaves it to be reaped."""
+    in_vain_since = None
     handle = os.pidfd_open(pid)
     try:
         poll = select.poll()
@@ -398,8 +457,8 @@ def _wait(pid, deadline, started, on_wait, ranks_are_gone: Callable[[], bool]) -
                 return True
             if on_wait is not None:
                 on_wait(now - started)
-            alone_since = (alone_since or now) if ranks_are_gone() else None
-            if alone_since is not None and now - alone_since > 2.0:
+            in_vain_since = (in_vain_since or now) if nothing_will_come() else None
+            if in_vain_since is not None and now - in_vain_since > _PATIENCE:
                 return True
         return bool(poll.poll(0))
     finally:
@@ -407,10 +466,18 @@ def _wait(pid, deadline, started, on_wait, ranks_are_gone: Callable[[], bool]) -
 
 
 def _ask_for_stacks(where: Path, ranks: int) -> None:
+    """Have every rank that runs write its stacks, and wait until they are written, or for a second at most."""
+    asked = []
     for rank in range(ranks):
         if (pid := _rank_pid(where, rank)) and _is_running(pid):
             os.kill(pid, signal.SIGUSR1)
-    time.sleep(0.2)
+            asked.append(where / f"rank-{rank}.stacks")
+    sizes, end = None, time.monotonic() + 1.0
+    while time.monotonic() < end:
+        time.sleep(0.1)
+        before, sizes = sizes, [path.stat().st_size for path in asked]
+        if sizes == before and all(sizes):
+            return
 
 
 def _rank_pid(where: Path, rank: int) -> int | None:
@@ -420,9 +487,23 @@ def _rank_pid(where: Path, rank: int) -> int | None:
         return None
 
 
-def _ranks_are_gone(where: Path, ranks: int) -> bool:
-    pids = [_rank_pid(where, rank) for rank in range(ranks)]
-    return all(pid is not None and not _is_running(pid) for pid in pids)
+def _nothing_will_come(where: Path, ranks: int) -> bool:
+    """Whether the agent waits in vain.
+
+    It waits for the value of a rank that exited without a word, with 0, and holds those that returned until it has it.
+    And it waits on a pipe that a rank's own children inherit, as long as they live.
+    """
+    silent = alive = 0
+    for rank in range(ranks):
+        if (pid := _rank_pid(where, rank)) is None:
+            return False
+        ended = len(Path(f"{where}/rank-{rank}.status").read_text().splitlines()) > 1
+        running = _is_running(pid)
+        if running and not ended:
+            return False
+        silent += not running and not ended
+        alive += running
+    return silent > 0 or alive == 0
 
 
 def _is_running(pid: int) -> bool:
@@ -430,6 +511,36 @@ def _is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def _zombie_exitcode(pid: int) -> int | None:
+    """How a process ended that nobody has reaped yet: the last field of its `stat`, see proc_pid_stat(5)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return os.waitstatus_to_exitcode(int(fields[-1])) if fields[0] == "Z" else None
+
+
+def _end(pids: set[int]) -> None:
+    """Kill processes and wait until they are gone, or zombies for somebody else to reap."""
+    handles = []
+    for pid in pids:
+        try:
+            handles.append(os.pidfd_open(pid))
+        except OSError:
+            continue
+        _kill(pid)
+    poll = select.poll()
+    for handle in handles:
+        poll.register(handle, select.POLLIN)
+    end, waiting = time.monotonic() + 2.0, set(handles)
+    while waiting and (left := end - time.monotonic()) > 0:
+        for handle, _ in poll.poll(left * 1000):
+            waiting.discard(handle)
+            poll.unregister(handle)
+    for handle in handles:
+        os.close(handle)
 
 
 def _kill(pid: int, *, group: bool = False) -> bool:
@@ -441,10 +552,8 @@ def _kill(pid: int, *, group: bool = False) -> bool:
 
 
 def _reap(pid: int, *, block: bool = True) -> None:
-    try:
+    with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, 0 if block else os.WNOHANG)
-    except ChildProcessError:
-        pass
 
 
 def _children(pid: int) -> set[int]:
@@ -481,6 +590,11 @@ def _tail(path: Path, size: int = _LOG_TAIL) -> str:
             return file.read().decode(errors="replace")
     except FileNotFoundError:
         return ""
+
+
+def _is_subreaper() -> bool:
+    answer = ctypes.c_int()
+    return ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(answer), 0, 0, 0) == 0 and bool(answer.value)
 
 
 def _prctl(option: int, value: int) -> None:

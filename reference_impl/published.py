@@ -1,9 +1,9 @@
 """Which checkpoints stand in a directory: names, wholeness, and the pointer to the newest.
 
-    output_dir/
-      step_10/            whole: manifest.json lists every file and its size
-      tmp_step_20/        a save that is not finished; never read
-      latest -> step_10   for people and tools; :func:`newest_whole` does not depend on it
+output_dir/
+  step_10/            whole: manifest.json lists every file and its size
+  tmp_step_20/        a save that is not finished; never read
+  latest -> step_10   for people and tools; :func:`newest_whole` does not depend on it
 """
 
 from __future__ import annotations

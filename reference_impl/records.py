@@ -40,7 +40,9 @@ def read_records(path: str | Path) -> list[Example]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise RecordError(f"cannot read the data file {path}: {error.strerror or error}; check the options data, eval_data") from error
+        raise RecordError(
+            f"cannot read the data file {path}: {error.strerror or error}; check the options data, eval_data"
+        ) from error
     except UnicodeDecodeError as error:
         raise RecordError(f"{path} is not UTF-8 text: {error}") from error
     records = _json_list(path, text) if path.suffix == ".json" else _json_lines(path, text)
@@ -71,7 +73,9 @@ def _json_list(path: Path, text: str) -> Iterator[tuple[str, Any]]:
     try:
         loaded = json.loads(text)
     except json.JSONDecodeError as error:
-        raise RecordError(f"{path}:{error.lineno}: not JSON: {error.msg}; one record per line belongs in a .jsonl file") from error
+        raise RecordError(
+            f"{path}:{error.lineno}: not JSON: {error.msg}; one record per line belongs in a .jsonl file"
+        ) from error
     if not isinstance(loaded, dict) or not isinstance(loaded.get("data"), list):
         raise RecordError(f"{path} must be an object with a top-level 'data' list")
     for index, record in enumerate(loaded["data"]):

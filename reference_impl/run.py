@@ -27,7 +27,7 @@ def train(config: Config) -> dict[str, Any]:
     tell(first, f"resumed at step {trainer.step} of {config.steps}" if resumed else f"starting {config.steps} steps")
     if trainer.step >= config.steps:
         tell(first, f"nothing left to train: raise steps above {trainer.step}, or choose another output_dir")
-    evaluations = {record["step"]: record for record in log.read() if record["kind"] == "evaluation"}
+    evaluations = {record["step"]: record for record in log.read() if record.pop("kind") == "evaluation"}
     if config.evaluate_around_training and not resumed:
         evaluations[0] = measure(trainer, log)
     bar = ProgressBar(total=config.steps, start=trainer.step, active=first and config.progress)

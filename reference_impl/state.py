@@ -160,7 +160,7 @@ def _numbered(targets: Tensors, groups: list[dict[str, Any]], optimizer: torch.o
         fqn, _, key = name.removeprefix("optimizer.state.").rpartition(".")
         state.setdefault(number[fqn], {})[key] = tensor
     numbered = []
-    for group, live in zip(groups, optimizer.param_groups):
+    for group, live in zip(groups, optimizer.param_groups, strict=True):
         # JSON has no tuples; betas come back as the list it made of them.
         values = {key: tuple(value) if isinstance(live.get(key), tuple) else value for key, value in group.items()}
         numbered.append({**values, "params": [number[name] for name in group["params"]]})

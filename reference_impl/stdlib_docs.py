@@ -14,7 +14,17 @@ from pathlib import Path
 
 from reference_impl.records import Example
 
-LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "turtledemo", "ensurepip", "__pycache__"}
+LEFT_OUT = {
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "site-packages",
+    "dist-packages",
+    "turtledemo",
+    "ensurepip",
+    "__pycache__",
+}
 """Folders that hold tests, vendored code or an installation's own packages rather than the standard library's prose."""
 
 SHORTEST_PASSAGE = 40

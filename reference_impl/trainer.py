@@ -1,12 +1,12 @@
 """The fine-tune, as small steps in the order that keeps values.
 
-    trainer = Trainer(config)
-    trainer.build()
-    trainer.resume()
-    while trainer.step < config.steps:
-        report = trainer.train_step()
-    trainer.save(final=True)
-    trainer.close()
+trainer = Trainer(config)
+trainer.build()
+trainer.resume()
+while trainer.step < config.steps:
+    report = trainer.train_step()
+trainer.save(final=True)
+trainer.close()
 """
 
 from __future__ import annotations

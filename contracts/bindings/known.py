@@ -37,34 +37,30 @@ KNOWN = {
 KNOWN_FAILURES: dict[str, dict[str, str]] = {}
 """What each known stack was seen to break, with the reason; confirmed by hand where a reason says so."""
 
-ENVIRONMENTS = {"nemo_automodel"}
-"""Stacks that live in an environment of their own, made by `make env-NAME` under `.venvs/`."""
 
-
-def resolve(name: str) -> Target:
+def resolve(name: str, python: str | None = None) -> Target:
     """Return the target for a known name, the name of a mutant or good neighbour, or `module:Class`.
 
-    `FSDP_CONTRACTS_PYTHON_<NAME>` names the interpreter of a stack's environment where it is not `.venvs/<name>`.
+    Args:
+        python: interpreter of the environment the stack lives in; by default the one under `.venvs/<name>`, which
+            `make env-<name>` makes, or else this one.
 
     Raises:
         UnknownImplementation: nothing has that name.
     """
+    if python is not None and not os.access(python, os.X_OK):
+        raise UnknownImplementation(f"{python} is no interpreter; name the bin/python of the stack's environment")
+    own = Path(".venvs") / name / "bin" / "python"
+    interpreter = python or (str(own.absolute()) if own.exists() else sys.executable)
     if name in KNOWN:
-        return Target(name, KNOWN[name], _python(name), KNOWN_FAILURES.get(name, {}))
+        return Target(name, KNOWN[name], interpreter, KNOWN_FAILURES.get(name, {}))
     if ":" in name:
-        return Target(name, name)
+        return Target(name, name, interpreter)
     from reference_impl import mutants
 
     if name in mutants.names():
-        return Target(name, mutants.names()[name])
+        return Target(name, mutants.names()[name], interpreter)
     raise UnknownImplementation(
         f"{name!r} is no implementation: name one of {', '.join(KNOWN)}, a mutant (see `fsdp-contracts prove`), or module:Class"
     )
 
-
-def _python(name: str) -> str:
-    if name not in ENVIRONMENTS:
-        return sys.executable
-    given = os.environ.get(f"FSDP_CONTRACTS_PYTHON_{name.upper()}")
-    own = Path(".venvs") / name / "bin" / "python"
-    return given or (str(own.absolute()) if own.exists() else sys.executable)

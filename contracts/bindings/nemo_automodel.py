@@ -55,8 +55,12 @@ class NemoAutomodel(CheckpointerOnly):
     """The suite's plain FSDP2 trainer, checkpointed by a nemo-automodel recipe; its asynchronous mode is a process."""
 
     capabilities = {
-        *(Capability.TRAIN, Capability.RESUME, Capability.SCHEDULER),
-        *(Capability.ASYNC_PROCESS, Capability.PUBLISH, Capability.COMPANIONS),
+        Capability.TRAIN,
+        Capability.RESUME,
+        Capability.SCHEDULER,
+        Capability.ASYNC_PROCESS,
+        Capability.PUBLISH,
+        Capability.COMPANIONS,
     }
     layout = Layout(
         published=r"epoch_\d+_step_(?P<step>\d+)",

@@ -6,7 +6,7 @@ import re
 
 from contracts.case import Save
 from contracts.judging import Check, contract
-from contracts.history import Event, History
+from contracts.history import Event, History, MissingEvidence
 from contracts.implementation import Capability, Layout
 from contracts.strategies import SAVED_RUNS
 
@@ -36,8 +36,10 @@ def finalize_before_rename(history: History, check: Check) -> None:
             elif name in retired and event.operation == "created" and not below:
                 check(False, f"{name} came back after it was renamed to {retired[name]}")
         saves = sum(isinstance(step, Save) for step in generation.case.steps)
+        if generation.disk and not published:
+            raise MissingEvidence(f"{', '.join(generation.disk)} stands there, and no file event says when it was published")
         if saves and generation.failure is None:
-            check(published, f"{saves} saves published nothing that matches {history.layout.published!r}")
+            check(published, f"no name that matches {history.layout.published!r} appeared after {saves} save{'s' * (saves > 1)}")
         for name in published:
             check(True, f"{name} kept its bytes")
 

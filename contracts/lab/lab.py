@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ class Lab:
         device: "cpu" (gloo) or "cuda" (NCCL, one GPU per rank).
         directory: where evidence is kept; one directory per case and implementation, reused when it is complete.
         deadline: seconds a generation may take.
+        paths: directories that the stack's modules are imported from, before those of `PYTHONPATH`.
     """
 
     def __init__(
@@ -49,12 +51,14 @@ class Lab:
         device: str = "cpu",
         directory: Path = Path(".contracts"),
         deadline: float = 60.0,
+        paths: Sequence[Path] = (),
     ) -> None:
         self.implementation = implementation
         self.python = python
         self.device = device
         self.directory = Path(directory).resolve()
         self.deadline = deadline
+        self.paths = tuple(map(str, paths))
         self._parent: _Parent | None = None
         self._about: dict[str, Any] = {}
 
@@ -146,10 +150,10 @@ class Lab:
 
     def _ask(self, job: dict[str, Any], timeout: float, watch: Watch | None = None) -> dict[str, Any]:
         if self._parent is None:
-            self._parent = _Parent(self.python, self.directory)
+            self._parent = _Parent(self.python, self.directory, self.paths)
         try:
             return self._parent.ask(job, timeout, watch)
-        except LabError:
+        except BaseException:  # An interrupt too: the answer still to come would be taken for that of the next job.
             self.close()
             raise
 
@@ -157,13 +161,13 @@ class Lab:
 class _Parent:
     """The warm parent's process, and the pipe to it."""
 
-    def __init__(self, python: str, directory: Path) -> None:
+    def __init__(self, python: str, directory: Path, paths: Sequence[str] = ()) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.log = directory / f"parent-{os.getpid()}-{id(self):x}.log"
         reading, writing = os.pipe()
         package = str(Path(contracts.__file__).parent.parent)
         env = os.environ | {
-            "PYTHONPATH": os.pathsep.join(filter(None, [package, os.getcwd(), os.environ.get("PYTHONPATH")])),
+            "PYTHONPATH": os.pathsep.join(filter(None, [*paths, package, os.getcwd(), os.environ.get("PYTHONPATH")])),
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",

@@ -90,6 +90,8 @@ class Watch:
                 for descriptor, (its_tree, where) in self.trees.items():
                     if its_tree == tree and (where == old["path"] or where.startswith(old["path"] + os.sep)):
                         self.trees[descriptor] = (tree, path + where[len(old["path"]) :])
+            # A directory that was renamed before its watch could begin has none under either name.
+            if (tree, path) in self.trees.values():
                 return
         self._add(tree, path)
 

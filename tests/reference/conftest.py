@@ -17,7 +17,12 @@ from tiny import make_tiny_data, make_tiny_model  # noqa: E402
 
 def environment() -> dict[str, str]:
     paths = [str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def launch(world: int, *command: str, ends: int = 0, timeout: float = 240) -> subprocess.CompletedProcess[str]:

@@ -58,7 +58,13 @@ def test_bad_usage_is_one_plain_line_and_exit_2(arguments, said):
 
 def test_a_killed_run_resumes_by_itself_and_ends_as_if_it_had_not_been(tiny):
     launch(2, *MODULE, "train", *settings(tiny, "whole", checkpoint_every_steps=3))
-    killed = launch(2, str(HERE / "killed_run.py"), "8", *settings(tiny, "killed", checkpoint_every_steps=3, save_mode="process"), ends=1)
+    killed = launch(
+        2,
+        str(HERE / "killed_run.py"),
+        "8",
+        *settings(tiny, "killed", checkpoint_every_steps=3, save_mode="process"),
+        ends=1,
+    )
     assert "SIGKILL" in killed.stderr
     assert "step_3" in {path.name for path in (tiny / "killed").iterdir()}
     done = launch(2, *MODULE, "train", *settings(tiny, "killed", checkpoint_every_steps=3))

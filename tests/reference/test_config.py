@@ -1,6 +1,7 @@
 """Options are read in order, typed, and refused by name."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -37,18 +38,18 @@ def test_a_config_survives_its_own_dictionary():
     ],
 )
 def test_a_wrong_option_is_named(override, said):
-    with pytest.raises(ConfigError, match="^(?s:.*)" + said.replace("{", r"\{").replace("}", r"\}")):
+    with pytest.raises(ConfigError, match=re.escape(said)):
         read_config(None, [override])
 
 
 def test_a_missing_or_malformed_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="absent.yaml"):
+    with pytest.raises(ConfigError, match=r"absent\.yaml"):
         read_config(tmp_path / "absent.yaml")
     (tmp_path / "list.yaml").write_text("- steps\n")
-    with pytest.raises(ConfigError, match="list.yaml"):
+    with pytest.raises(ConfigError, match=r"list\.yaml"):
         read_config(tmp_path / "list.yaml")
     (tmp_path / "typo.yaml").write_text("step: 3\n")
-    with pytest.raises(ConfigError, match="typo.yaml.*did you mean 'steps'"):
+    with pytest.raises(ConfigError, match=r"typo\.yaml.*did you mean 'steps'"):
         read_config(tmp_path / "typo.yaml")
 
 

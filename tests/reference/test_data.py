@@ -19,7 +19,11 @@ def test_jsonl_and_json_hold_the_same_records(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps(GOOD) + "\n\n" + json.dumps(other) + "\n")
     (tmp_path / "a.json").write_text(json.dumps({"data": [GOOD, other]}))
     lines, listed = read_records(tmp_path / "a.jsonl"), read_records(tmp_path / "a.json")
-    assert [(e.query, e.positive, e.negatives) for e in lines] == [("q", "p1", ("n",)), ("q", "p2", ("n",)), ("r", "p", ())]
+    assert [(e.query, e.positive, e.negatives) for e in lines] == [
+        ("q", "p1", ("n",)),
+        ("q", "p2", ("n",)),
+        ("r", "p", ()),
+    ]
     assert fingerprint(lines) == fingerprint(listed)
 
 
@@ -42,7 +46,7 @@ def test_a_malformed_record_names_file_and_line(tmp_path, line, said):
 
 
 def test_other_malformed_files_are_named(tmp_path):
-    with pytest.raises(RecordError, match="absent.jsonl"):
+    with pytest.raises(RecordError, match=r"absent\.jsonl"):
         read_records(tmp_path / "absent.jsonl")
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(RecordError, match="no records"):
@@ -73,7 +77,9 @@ def test_no_package_is_on_both_sides(split):
 
 def test_hard_negatives_come_from_the_same_module(tmp_path):
     (tmp_path / "m.py").write_text(
-        "\n".join(f'def f{i}():\n    """Summary number {i}.\n\n    {"The rest of the text " * 3}{i}.\n    """' for i in range(4))
+        "\n".join(
+            f'def f{i}():\n    """Summary number {i}.\n\n    {"The rest of the text " * 3}{i}.\n    """' for i in range(4)
+        )
     )
     (tmp_path / "test").mkdir()
     (tmp_path / "test" / "left_out.py").write_text((tmp_path / "m.py").read_text())

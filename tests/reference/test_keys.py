@@ -43,10 +43,12 @@ def test_rules_apply_in_order():
 
 
 def test_missing_and_unexpected_names_are_reported_and_refused():
-    report = bert_like().plan(PUBLISHED, ["bert.embeddings.word.weight", "bert.extra.weight", "classifier.weight"], fresh=["^classifier"])
+    report = bert_like().plan(
+        PUBLISHED, ["bert.embeddings.word.weight", "bert.extra.weight", "classifier.weight"], fresh=["^classifier"]
+    )
     assert report.missing == ["bert.extra.weight"] and report.initialised == ["classifier.weight"]
     assert report.unexpected == PUBLISHED[1:]
-    with pytest.raises(KeyMappingError, match="my/model: 3 tensors.*gamma.*1 parameters.*extra"):
+    with pytest.raises(KeyMappingError, match=r"my/model: 3 tensors.*gamma.*1 parameters.*extra"):
         report.refuse_losses("my/model")
 
 

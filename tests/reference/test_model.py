@@ -60,17 +60,17 @@ def test_a_dropped_or_missing_tensor_is_refused_by_name(tiny, tmp_path):
         tensors["model.visual.weight"] = tensors.pop("model.norm.weight")
         return tensors
 
-    with pytest.raises(KeyMappingError, match="model.visual.weight.*model.norm.weight"):
+    with pytest.raises(KeyMappingError, match=r"model.visual.weight.*model.norm.weight"):
         loaded(copied(tiny, tmp_path, rename))
 
 
 def test_a_wrong_shape_is_refused_by_name(tiny, tmp_path):
-    with pytest.raises(ValueError, match="model.norm.weight is .4,., the model's model.norm.weight is .8,."):
+    with pytest.raises(ValueError, match=r"model.norm.weight is .4,., the model's model.norm.weight is .8,."):
         loaded(copied(tiny, tmp_path, lambda t: {**t, "model.norm.weight": torch.ones(4)}))
 
 
 def test_a_directory_that_is_no_model_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="no config.json"):
+    with pytest.raises(ConfigError, match=r"no config\.json"):
         resolve_model(str(tmp_path))
     with pytest.raises(ConfigError, match="no_such_package is not installed"):
         resolve_model("package:no_such_package/model")
@@ -80,7 +80,7 @@ def test_casting_leaves_buffers_and_references_alone(tiny):
     model, _ = loaded(tiny / "model16")
     parameters, table = list(model.parameters()), model.model.rotary_emb.inv_freq.clone()
     cast_parameters(model, torch.float32)
-    assert all(now is then for now, then in zip(model.parameters(), parameters))
+    assert all(now is then for now, then in zip(model.parameters(), parameters, strict=True))
     assert {p.dtype for p in parameters} == {torch.float32}
     cast_parameters(model, torch.bfloat16)
     assert torch.equal(model.model.rotary_emb.inv_freq, table)
@@ -114,6 +114,9 @@ def test_minilm_arrives_whole():
 
     directory = resolve_model(MINILM)
     model, report = loaded(directory)
-    assert report.ignored == ["embeddings.position_ids"] and report.initialised == ["classifier.weight", "classifier.bias"]
+    assert report.ignored == ["embeddings.position_ids"] and report.initialised == [
+        "classifier.weight",
+        "classifier.bias",
+    ]
     for name, parameter in AutoModel.from_pretrained(directory).named_parameters():
         assert torch.equal(model.get_parameter(f"bert.{name}"), parameter), name

@@ -26,7 +26,11 @@ def test_ranks_count_ties_and_nan_against_the_positive():
 def test_mrr_and_ndcg_stop_at_ten():
     assert reciprocal_rank(4) == 0.25 and reciprocal_rank(11) == 0.0
     assert ndcg(1) == 1.0 and ndcg(3) == 0.5 and ndcg(11) == 0.0
-    assert summarise([1, 3, 11]) == {"mrr@10": pytest.approx((1 + 1 / 3) / 3), "ndcg@10": pytest.approx(0.5), "queries": 3}
+    assert summarise([1, 3, 11]) == {
+        "mrr@10": pytest.approx((1 + 1 / 3) / 3),
+        "ndcg@10": pytest.approx(0.5),
+        "queries": 3,
+    }
     with pytest.raises(ValueError, match="no query"):
         summarise([])
 
@@ -53,7 +57,10 @@ def test_only_matrices_decay_and_frozen_parameters_are_left_out():
     model[1].weight.requires_grad_(False)
     config = Config(weight_decay=0.3, learning_rate=0.5, warmup_steps=1)
     optimizer = build_optimizer(model, config)
-    assert [(g["weight_decay"], [p.ndim for p in g["params"]]) for g in optimizer.param_groups] == [(0.3, [2]), (0.0, [1, 1])]
+    assert [(g["weight_decay"], [p.ndim for p in g["params"]]) for g in optimizer.param_groups] == [
+        (0.3, [2]),
+        (0.0, [1, 1]),
+    ]
     assert build_scheduler(optimizer, config).get_last_lr() == [0.25, 0.25]
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-WORDS = "question passage alpha beta gamma delta rho sigma tau phi omega the of and to in is a for with on : .".split()
+NAMES = ["alpha", "beta", "gamma", "delta", "rho", "sigma", "tau", "phi", "omega"]
+PLAIN = ["the", "of", "and", "to", "in", "is", "a", "for", "with"]
+WORDS = ["question", "passage", *NAMES, *PLAIN, ":", "."]
 
 
 def make_tiny_model(directory: Path, *, dtype: str = "float32", seed: int = 7) -> Path:
@@ -17,9 +19,9 @@ def make_tiny_model(directory: Path, *, dtype: str = "float32", seed: int = 7) -
     words = ["[PAD]", "[UNK]", "</s>", *WORDS]
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", eos_token="</s>"
-    ).save_pretrained(directory)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", eos_token="</s>").save_pretrained(
+        directory
+    )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         LlamaForSequenceClassification(
@@ -43,8 +45,14 @@ def make_tiny_data(path: Path, *, records: int = 11) -> Path:
     """JSON Lines whose queries and passages use the tiny model's words."""
     lines = []
     for index in range(records):
-        word = WORDS[2 + index % 9]
-        other = WORDS[2 + (index + 4) % 9]
-        lines.append({"query": f"the {word} {WORDS[11 + index % 8]}", "pos_doc": f"{word} is {word} {index}", "neg_doc": [f"{other} of a {index}", f"a {other}"]})
+        word = NAMES[index % 9]
+        other = NAMES[(index + 4) % 9]
+        lines.append(
+            {
+                "query": f"the {word} {PLAIN[index % 8]}",
+                "pos_doc": f"{word} is {word} {index}",
+                "neg_doc": [f"{other} of a {index}", f"a {other}"],
+            }
+        )
     path.write_text("\n".join(map(json.dumps, lines)) + "\n")
     return path
