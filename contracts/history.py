@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from contracts.case import Case, Generation
+from contracts.case import Case, Generation, Kill
 from contracts.checkpoint_dir import CheckpointDirectory
 from contracts.implementation import Layout
 from contracts.torchrun import Launch
@@ -132,7 +132,8 @@ class GenerationHistory:
         case: the generation as the case gives it.
         launch: what became of its ranks.
         events: of every rank, and file events from outside, in order.
-        writers: ranks that opened each path for writing, from inside; a path is relative to the run's root.
+        writers: ranks that opened each path for writing, or renamed a file to it, from inside; a path is relative to the
+            run's root.
         disk: the published checkpoints at its end, by name.
     """
 
@@ -168,6 +169,12 @@ class GenerationHistory:
     @property
     def failure(self) -> str | None:
         """Why this generation did not end as the case says, or None."""
+        wanted = {fault.rank for fault in self.case.faults if isinstance(fault, Kill)}
+        first = self.launch.primary
+        if wanted and not self.launch.timed_out and first is not None and first.rank in wanted and first.signal == "SIGKILL":
+            return None
+        if wanted and self.launch.ok:
+            return f"rank {min(wanted)} was to be killed at a file event, and had fewer"
         return None if self.launch.ok else self.launch.explain()
 
 
@@ -263,11 +270,13 @@ def _load_generation(directory: Path, number: int, generation: Generation) -> Ge
         else:
             events.append(Event("file", None, line, order))
     states: list[State] = []
+    notes: list[str] = list(done["notes"])
     for rank in range(generation.ranks):
         for line in _lines(where / f"events-{rank}.jsonl"):
             order = marks.get((rank, line["number"]))
             if order is None:
-                raise MissingEvidence(f"{where}: the mark of event {line['number']} of rank {rank} was not seen")
+                notes.append(f"event {line['number']} of rank {rank} ({line['kind']}) has no place: its mark was not seen")
+                continue
             if line["kind"] == "state":
                 states.append(_load_state(where / "states", line, order))
             events.append(Event(line["kind"], rank, line["data"], order))
@@ -276,6 +285,9 @@ def _load_generation(directory: Path, number: int, generation: Generation) -> Ge
         for line in _lines(file):
             if line["operation"] == "open":
                 writers.setdefault(line["paths"][0], set()).add(line["rank"])
+            elif line["operation"] == "rename" and len(line["paths"]) == 2:
+                # A file that was written under another name gets its final one here.
+                writers.setdefault(line["paths"][1], set()).add(line["rank"])
     return GenerationHistory(
         case=generation,
         launch=Launch.from_json(done["launch"]),
@@ -283,7 +295,7 @@ def _load_generation(directory: Path, number: int, generation: Generation) -> Ge
         states=sorted(states, key=lambda state: state.order),
         writers=writers,
         disk={name: CheckpointDirectory.from_json(data) for name, data in done["disk"].items()},
-        notes=done["notes"],
+        notes=notes,
     )
 
 

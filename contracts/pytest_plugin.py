@@ -256,7 +256,10 @@ class _Session:
             directory = shared / "fsdp-contracts" / f"{target.implementation.rpartition(':')[2]}-{digest}"
             paths = [] if target.python != sys.executable else _paths(home)
             lab = Lab(target.implementation, python=target.python, device=device, directory=directory, paths=paths)
-            suite = Suite(target, profile=profile, worlds=worlds, device=device, directory=self._kept(), lab=lab)
+            # The cases of broken verdicts outlive the session, in the project; its histories do not.
+            suite = Suite(
+                target, profile=profile, worlds=worlds, device=device, directory=self.config.rootpath / ".contracts", lab=lab
+            )
             self._suites[key] = _Judged(suite, device, self._replay_prefix(paths))
         return self._suites[key]
 
@@ -265,14 +268,6 @@ class _Session:
         if self.worker is None:
             return 0
         return int(self.worker["workerid"].removeprefix("gw")) * count // self.worker["workercount"]
-
-    def _kept(self) -> Path:
-        """Where the cases of broken verdicts outlive the session."""
-        kept = self.config.rootpath / ".contracts"
-        kept.mkdir(exist_ok=True)
-        with contextlib.suppress(FileExistsError), open(kept / ".gitignore", "x") as file:
-            file.write("*\n")
-        return kept
 
     def _replay_prefix(self, paths: Sequence[Path]) -> str:
         """What a replay in the directory of this command has to put before `fsdp-contracts`."""
@@ -335,7 +330,7 @@ def _judge(declared: _Declared, name: str, request: pytest.FixtureRequest, tmp_p
     judged = session.judged(declared, tmp_path_factory)
     suite = judged.suite
     about = {"implementation": suite.target.name, "profile": suite.profile.name, "device": judged.device, "seed": suite.seed}
-    reason = {**suite.target.known, **declared.known}.get(name)
+    reason = declared.target()[0].known.get(name)  # not the suite's, which other tests of the implementation share
     missing = ""
     try:
         if judged.trouble is not None:
@@ -351,6 +346,9 @@ def _judge(declared: _Declared, name: str, request: pytest.FixtureRequest, tmp_p
     except LabError as error:
         verdict = Verdict(name, "unknown", message=f"the lab could not run {suite.target.name}: {str(error).splitlines()[0]}")
         story = f"UNKNOWN  {name}\n  the lab could not run {suite.target.name}:\n{error}"
+    if verdict.case_file is not None:  # nobody wants them in a commit
+        with contextlib.suppress(FileExistsError), open(suite.directory / ".gitignore", "x") as file:
+            file.write("*\n")
     story = _here(story, session, judged)
     _record(request.node, verdict, **about, known=reason, replay=_here(verdict.replay or "", session, judged), not_run=missing)
     _conclude(verdict, reason, story)

@@ -33,6 +33,11 @@ class Scope:
         asynchronous = {"thread": Capability.ASYNC_THREAD, "process": Capability.ASYNC_PROCESS}
         return ["sync", *(mode for mode, needed in asynchronous.items() if needed in self.capabilities)]
 
+    def mode(self) -> SearchStrategy[str]:
+        """Policies; a background process is drawn less often than a thread, for it takes seconds to start."""
+        modes = self.modes()
+        return st.sampled_from([*modes, *modes[:2]]) if len(modes) > 2 else st.sampled_from(modes)
+
 
 @dataclass(frozen=True)
 class Cases:
@@ -92,7 +97,7 @@ def _interrupted(ranks: int, scope: Scope) -> SearchStrategy[Case]:
 def _saved(ranks: int, scope: Scope) -> SearchStrategy[Case]:
     @st.composite
     def draw_case(draw: st.DrawFn) -> Case:
-        mode = draw(st.sampled_from(scope.modes()))
+        mode = draw(scope.mode())
         holds = [None]
         if mode == "thread":
             # The writer cannot finish before every rank has had its chance to publish without it.

@@ -66,8 +66,10 @@ class CheckpointerOnly(Implementation):
         indices = [(self.step * batch + i) % len(self.records) for i in range(batch)]
         mine = indices[self.place.rank :: self.place.ranks]
         loss_sum = torch.zeros((), device=self.place.device)
-        # A rank without a sample of this batch still takes part in every collective, with one that weighs nothing.
-        for weight, index in [(1.0, i) for i in mine] or [(0.0, 0)]:
+        # A rank with fewer samples of this batch than another still takes part in every collective, with one of no weight.
+        passes = -(-batch // self.place.ranks)
+        weighted = [(1.0, index) for index in mine] + [(0.0, 0)] * (passes - len(mine))
+        for number, (weight, index) in enumerate(weighted, 1):
             record = self.records[index]
             docs = [record["pos_doc"], *record["neg_doc"]][:passages]
             texts = [f"{record['query']} : {doc}" for doc in docs]
@@ -77,7 +79,7 @@ class CheckpointerOnly(Implementation):
             target = torch.zeros(1, dtype=torch.long, device=self.place.device)
             # FSDP averages gradients over ranks; the sum over ranks must be the mean over the global batch.
             loss = weight * F.cross_entropy(scores, target) / batch
-            self.model.set_is_last_backward(index == (mine[-1] if mine else 0))
+            self.model.set_is_last_backward(number == passes)
             (loss * self.place.ranks).backward()
             loss_sum += loss.detach()
         lr = self.optimizer.param_groups[0]["lr"]

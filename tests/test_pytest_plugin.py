@@ -265,7 +265,7 @@ def test_mistakes_in_a_declaration_are_told_when_it_is_collected(project):
     result = project.pytest("-p", "no:xdist", "--collect-only")
     assert result.code == pytest.ExitCode.INTERRUPTED, result.text
     for message in (
-        "test_it: known names 'precision.moment-survives-resume', which is no contract; did you mean precision.moments-survive-resume",
+        "known names 'precision.moment-survives-resume', which is no contract; did you mean precision.moments-survive-resume",
         "test_it: known names 'resume.trajectory', which contracts=('order.*',) leaves out",
         "test_it: the ranks cannot import make.<locals>.Local from test_local; define it at the top level",
         "test_it: 'refrence' is no implementation: name one of reference,",

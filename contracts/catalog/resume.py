@@ -19,9 +19,12 @@ def trajectory(history: History, check: Check) -> None:
     Seen: flashoptim#3, KempnerForge#115, speculators#1049.
     """
     for saved, resumed in history.resumes():
+        if saved.failure is not None:
+            continue  # What a broken save left cannot be resumed; that is no evidence about resuming.
         check(resumed.failure is None, f"the resumed generation failed: {resumed.failure}")
-        boundary = saved.snapshot("saving")
-        check.same(boundary.everything(), resumed.snapshot("resumed").everything(), f"state at step {boundary.step}")
+        boundary, restored = saved.snapshot("saving"), resumed.snapshot("resumed")
+        check(restored.step == boundary.step, f"resumed at step {restored.step}, saved at step {boundary.step}")
+        check.same(boundary.everything(), restored.everything(), f"state at step {boundary.step}")
         if saved.case.ranks != resumed.case.ranks:
             continue
         _require_twin(history, saved)

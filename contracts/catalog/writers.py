@@ -20,7 +20,7 @@ def replicated_files_rank_0(history: History, check: Check) -> None:
     Seen: NVIDIA-NeMo/RL#3504.
     """
     for generation in history.generations:
-        for path in sorted({event.path for event in _companions(generation, history, "created", "modified", "closed")}):
+        for path in sorted({event.path for event in _companions(generation, history)}):
             ranks = generation.writers.get(path)
             if ranks is None:
                 # Seen from outside and by no rank: an unknown native writer. That is no evidence either way.
@@ -37,14 +37,12 @@ def visible_on_return(history: History, check: Check) -> None:
     Seen: NVIDIA-NeMo/RL#3504.
     """
     for generation in history.generations:
-        begins, returns = generation.of("save-begins"), generation.of("save-returns")
-        ranks = generation.case.ranks
-        saves = list(zip(_chunks(begins, ranks), _chunks(returns, ranks), strict=False))
-        for number, (begun, returned) in enumerate(saves):
-            first = returned[0]
-            start = begun[0].order
-            end = saves[number + 1][0][0].order if number + 1 < len(saves) else float("inf")
-            written = [e for e in _companions(generation, history, "created", "modified", "closed") if start < e.order < end]
+        begins, returns = _saves(generation, "save-begins"), _saves(generation, "save-returns")
+        for number, returned in enumerate(returns):
+            first = min(returned, key=lambda event: event.order)
+            start = min(event.order for event in begins[number])
+            end = min(event.order for event in begins[number + 1]) if number + 1 < len(begins) else float("inf")
+            written = [event for event in _companions(generation, history) if start < event.order < end]
             for name in history.layout.companions:
                 its = [event for event in written if os.path.basename(event.path) == name]
                 if not check(its, f"no {name} was written by the save of step {first.step}"):
@@ -53,9 +51,12 @@ def visible_on_return(history: History, check: Check) -> None:
                 check(not late, f"save of step {first.step} returned on rank {first.rank} before {its[-1].path} was complete")
 
 
-def _companions(generation: GenerationHistory, history: History, *operations: str) -> Iterator[Event]:
-    return (e for e in generation.files(*operations) if os.path.basename(e.path) in history.layout.companions)
+def _companions(generation: GenerationHistory, history: History) -> Iterator[Event]:
+    """Writes of replicated files, in place or under another name and then renamed."""
+    events = generation.files("created", "modified", "closed", "moved-to")
+    return (event for event in events if os.path.basename(event.path) in history.layout.companions)
 
 
-def _chunks(events: list[Event], size: int) -> list[list[Event]]:
-    return [events[i : i + size] for i in range(0, len(events) - size + 1, size)]
+def _saves(generation: GenerationHistory, kind: str) -> list[tuple[Event, ...]]:
+    """The events of the first save on every rank, of the second, and so on; a rank may run ahead of another."""
+    return list(zip(*(generation.of(kind, rank=rank) for rank in range(generation.case.ranks)), strict=False))

@@ -9,6 +9,7 @@ The module is imported by `sitecustomize` in spawned writer processes too, so it
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +31,30 @@ _PATH_EVENTS = {"os.rename": 2, "os.remove": 1, "os.mkdir": 1, "os.rmdir": 1, "o
 class FileEvents:
     """Records this process's file events under `root` and carries out the generation's faults at them."""
 
-    def __init__(self, job: dict[str, Any], rank: int) -> None:
+    def __init__(self, job: dict[str, Any], rank: int, *, is_rank: bool = True) -> None:
         self.root = os.path.realpath(job["root"])
-        self.marks = Path(job["evidence"]) / "marks"
+        self.evidence = Path(job["evidence"])
+        self.marks = self.evidence / "marks"
         self.ranks = job["ranks"]
         self.rank = rank
+        faults = [fault for fault in job["faults"] if fault["rank"] == rank]
+        self.holds = [fault for fault in faults if fault["do"] == "Hold"]
+        # A rank's processes count their events each for itself; the rank's own count says when it is killed.
+        self.kills = [fault for fault in faults if fault["do"] == "Kill"] if is_rank else []
+        self._begin()
+
+    def _begin(self) -> None:
         self.count = 0
         self.lock = threading.Lock()
         self.busy = threading.local()
-        self.pid = os.getpid()
-        self.log = os.open(Path(job["evidence"]) / f"files-{os.getpid()}.jsonl", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-        faults = [fault for fault in job["faults"] if fault["rank"] == rank]
-        self.holds = [fault for fault in faults if fault["do"] == "Hold"]
-        self.kills = [fault for fault in faults if fault["do"] == "Kill"]
+        self.log = os.open(self.evidence / f"files-{os.getpid()}.jsonl", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+
+    def _begin_in_forked_child(self) -> None:
+        self.kills = []
+        self._begin()
 
     def install(self) -> None:
+        os.register_at_fork(after_in_child=self._begin_in_forked_child)
         sys.addaudithook(self._hook)
         _wrap_native_writers(self)
 
@@ -58,7 +69,7 @@ class FileEvents:
 
     def happened(self, operation: str, *paths: Any) -> None:
         """Record one event about to happen, and hold or kill this process where a fault says so."""
-        if self.pid != os.getpid() or getattr(self.busy, "here", False):
+        if getattr(self.busy, "here", False):
             return
         self.busy.here = True
         try:
@@ -111,16 +122,44 @@ def _wrap_native_writers(events: FileEvents) -> None:
 
         setattr(owner, name, wrapper)
 
-    for module, name, position in (("safetensors.torch", "serialize_file", 1), ("safetensors.numpy", "serialize_file", 1)):
-        if module in sys.modules and hasattr(sys.modules[module], name):
-            wrap(sys.modules[module], name, position)
-    if "tokenizers" in sys.modules:
-        wrap(sys.modules["tokenizers"].Tokenizer, "save", 1)
-    if "torch.serialization" in sys.modules:
-        wrap(sys.modules["torch.serialization"]._open_zipfile_writer_file, "__init__", 1)
+    _on_arrival(
+        {
+            "safetensors.torch": lambda module: wrap(module, "serialize_file", 1),
+            "safetensors.numpy": lambda module: wrap(module, "serialize_file", 1),
+            "tokenizers": lambda module: wrap(module.Tokenizer, "save", 1),
+            "torch.serialization": lambda module: wrap(module._open_zipfile_writer_file, "__init__", 1),
+        }
+    )
+
+
+def _on_arrival(wrappers: dict[str, Callable[[Any], None]]) -> None:
+    """Call each wrapper with its module: now, or right after the module has been imported."""
+    pending = dict(wrappers)
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+            if (wrapper := pending.pop(name, None)) is None:
+                return None
+            # The other finders answer, since this name is not pending any more.
+            if (spec := importlib.util.find_spec(name)) is not None and spec.loader is not None:
+                execute = spec.loader.exec_module
+
+                def exec_module(module: Any) -> None:
+                    execute(module)
+                    wrapper(module)
+
+                spec.loader.exec_module = exec_module
+            return spec
+
+    for name in list(pending):
+        if name in sys.modules:
+            pending.pop(name)(sys.modules[name])
+    if pending:
+        sys.meta_path.insert(0, Finder)
 
 
 def install_in_spawned_process() -> None:
     """Install the hook in a process that a rank spawned; called by this folder's sitecustomize."""
     job = json.loads(Path(os.environ[JOB_VARIABLE]).read_text())
-    FileEvents(job, int(os.environ.get("RANK", "0"))).install()
+    FileEvents(job, int(os.environ.get("RANK", "0")), is_rank=False).install()

@@ -103,7 +103,7 @@ class Lab:
         (where / "about.json").write_text(json.dumps(about))
         models = [str(where / f"model-{number}") for number in range(len(case.generations))]
         job = {"case": str(where / "case.json"), "models": models, "records": str(where / "records.jsonl")}
-        self._ask({"do": "prepare", **job}, self.deadline)
+        self._ask({"do": "prepare", **job}, START_SECONDS)
         layout = Layout(**about["layout"] | {"companions": tuple(about["layout"]["companions"])})
         for number, generation in enumerate(case.generations):
             evidence, root = where / f"generation-{number}", where / generation.root

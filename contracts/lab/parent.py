@@ -101,12 +101,14 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
 
 def _import_what_ranks_imported(evidence: Path) -> None:
     """Import here what rank 0 had to import by itself, so that the next generation's ranks find it done."""
-    for line in (evidence / "events-0.jsonl").read_text().splitlines()[-1:]:
-        event = json.loads(line)
-        for name in event["data"].get("imported", []) if event["kind"] == "ends" else []:
-            if name not in sys.modules and not name.startswith("__"):
-                with contextlib.suppress(Exception):
-                    importlib.import_module(name)
+    try:
+        last = json.loads((evidence / "events-0.jsonl").read_text().splitlines()[-1])
+    except (FileNotFoundError, IndexError, ValueError):
+        return  # The rank ended before it had anything to say, or in the middle of a line.
+    for name in last["data"]["imported"] if last["kind"] == "ends" else []:
+        if name not in sys.modules and not name.startswith("__"):
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
 
 
 def _in_child(work: Callable[[], None]) -> None:

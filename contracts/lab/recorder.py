@@ -43,9 +43,10 @@ class Recorder:
         with self.lock:
             number, self.sequence = self.sequence, self.sequence + 1
             line = {"kind": kind, "rank": self.rank, "number": number, "data": data}
-            os.write(self.events, (json.dumps(line) + "\n").encode())
+            # The mark comes first: where the rank ends between the two, an event is lost and no line lacks its place.
             mark = self.directory / "marks" / f"{self.rank}.{number}.{kind}"
             os.close(os.open(mark, os.O_CREAT | os.O_WRONLY))
+            os.write(self.events, (json.dumps(line) + "\n").encode())
 
     def attach(self, implementation: Implementation) -> None:
         """Begin to read `implementation`, which has been built."""

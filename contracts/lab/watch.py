@@ -90,9 +90,18 @@ class Watch:
                 for descriptor, (its_tree, where) in self.trees.items():
                     if its_tree == tree and (where == old["path"] or where.startswith(old["path"] + os.sep)):
                         self.trees[descriptor] = (tree, path + where[len(old["path"]) :])
-            # A directory that was renamed before its watch could begin has none under either name.
-            if (tree, path) in self.trees.values():
-                return
+            # A directory that was renamed before its watch could begin has none under either name. What stands in it had
+            # been written when it arrived: reported after its arrival, a whole checkpoint would look like a torn one.
+            if (tree, path) not in self.trees.values():
+                noted = len(self.events)
+                self._add(tree, path)
+                found = self.events[noted:]
+                del self.events[noted:]
+                origin = path
+                if old is not None:
+                    noted, origin = self.events.index(old) + 1, old["path"]
+                self.events[noted - 1 : noted - 1] = [event | {"path": origin + event["path"][len(path) :]} for event in found]
+            return
         self._add(tree, path)
 
     def _note(self, operation: str, tree: str, path: str, directory: bool, cookie: int) -> None:

@@ -1,0 +1,80 @@
+"""How long one 2-rank generation takes through the lab, beside a cold torchrun of the same work.
+
+    python -m contracts.lab.benchmark
+
+Both run the same ranks on the same job, in turn, so that a busy machine slows both. Prints medians, their ratio, and the
+share of the lab's time that the ranks themselves were at work.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from contracts.case import Case, Generation, Save, Train
+from contracts.lab.lab import Lab
+
+IMPLEMENTATION = "contracts.bindings.torch_dcp:TorchDCP"
+CASE = Case(generations=(Generation(ranks=2, steps=(Train(2), Save())),))
+WARM_UP, ROUNDS = 2, 7
+
+
+def main() -> int:
+    through_lab: list[float] = []
+    own_work: list[float] = []
+    cold: list[float] = []
+    with tempfile.TemporaryDirectory() as directory, Lab(IMPLEMENTATION, directory=Path(directory)) as lab:
+        for number in range(WARM_UP + ROUNDS):
+            history = lab.run(replace(CASE, seed=number))
+            generation = history.generations[0]
+            assert generation.failure is None, generation.failure
+            job = json.loads((history.directory / "generation-0" / "job.json").read_text())
+            seconds = _cold_torchrun(job, Path(directory) / f"cold-{number}")
+            if number >= WARM_UP:
+                through_lab.append(generation.launch.seconds)
+                own_work.append(_own_seconds(history.directory / "generation-0"))
+                cold.append(seconds)
+    lab_median, cold_median, share = map(
+        statistics.median, (through_lab, cold, [own / whole for own, whole in zip(own_work, through_lab, strict=True)])
+    )
+    print(f"{CASE.generations[0]}, {ROUNDS} rounds in turn, medians")
+    print(f"  through the lab    {lab_median:6.2f} s")
+    print(f"  cold torchrun      {cold_median:6.2f} s   {cold_median / lab_median:.1f} times as long")
+    print(f"  ranks' own work    {share:6.0%}   of the time through the lab")
+    return 0
+
+
+def _own_seconds(evidence: Path) -> float:
+    """From the first rank's beginning to the last one's end, by the marks that they left."""
+    times = {kind: [p.stat().st_mtime for p in (evidence / "marks").glob(f"*.{kind}")] for kind in ("begins", "ends")}
+    return max(times["ends"]) - min(times["begins"])
+
+
+def _cold_torchrun(job: dict, evidence: Path) -> float:
+    """The same ranks on the same job, from a shell's point of view."""
+    (evidence / "marks").mkdir(parents=True)
+    (evidence / "run").mkdir()
+    job_file = evidence / "job.json"
+    job_file.write_text(json.dumps(job | {"evidence": str(evidence), "root": str(evidence / "run")}))
+    rank = f"import sys; from contracts.lab.rank import main; main({str(job_file)!r})"
+    script = evidence / "rank.py"
+    script.write_text(rank + "\n")
+    started = time.perf_counter()
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)],
+        check=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+    )
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""Contracts can fail: each mutant dies by the contract it names, each good neighbour lives, no contract is without a mutant."""
+
+import pytest
+
+from contracts.catalog import __all__ as families
+from contracts.judging import REGISTRY
+from contracts.lab.lab import Lab
+from contracts.proof import judge_mutant, judge_neighbour
+from reference_impl.mutants import MUTANTS, NEIGHBOURS
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("proof")
+
+
+@pytest.fixture(scope="module")
+def lab(directory):
+    with Lab("reference_impl.under_contract:Reference", directory=directory) as lab:
+        yield lab
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_caught_by_the_contract_it_names(name, lab, directory):
+    mutant = MUTANTS[name]
+    seen = judge_mutant(name, mutant.implementation, mutant.caught_by, lab, directory)
+    assert seen.ok, f"{mutant.caught_by} did not catch it; {', '.join(seen.killed_by) or 'nothing'} did: {seen.message}"
+    assert seen.message
+
+
+@pytest.mark.parametrize("name", NEIGHBOURS)
+def test_a_good_neighbour_is_left_alone(name, lab, directory):
+    seen = judge_neighbour(name, NEIGHBOURS[name], lab, directory)
+    assert seen.ok, seen.message
+
+
+def test_every_contract_has_a_mutant():
+    assert set(REGISTRY) == {mutant.caught_by for mutant in MUTANTS.values()}
+
+
+def test_every_family_is_in_the_catalogue():
+    assert {contract.family for contract in REGISTRY.values()} == set(families)
