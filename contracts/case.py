@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import types
 import typing
 from dataclasses import dataclass, field
@@ -23,11 +24,21 @@ DType = Literal["float32", "bfloat16", "float16"]
 class Model:
     """A sequence classifier with one label, small enough to build in milliseconds; sizes count elements."""
 
-    architecture: Literal["llama"] = "llama"
+    architecture: Literal["llama", "odd"] = "llama"
+    """"odd" is this suite's own classifier, which has the features below; a llama has none of them."""
     hidden: int = 8
     layers: int = 2
     weights_dtype: DType = "float32"
     """Dtype of the published weights the run starts from; the parameters' own dtype is `Precision.parameters`."""
+    rows: tuple[int, ...] = ()
+    """First dimensions of additional matrices: 1, one less and one more than the world, a prime."""
+    tied: Literal["no", "shared", "declared"] = "no"
+    """Whether the output matrix is the embedding, or is only said to be while it has values of its own."""
+    unused: bool = False
+    """Whether there are parameters that never get a gradient."""
+    frozen: str = ""
+    """Regular expression, searched in parameter names, of those that do not train."""
+    dropout: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +51,8 @@ class Optimizer:
     warmup_steps: int = 2
     total_steps: int = 40
     accumulation: int = 1
+    empty_group: bool = False
+    """Whether a parameter group without parameters stands between the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +61,8 @@ class Precision:
 
     parameters: DType = "float32"
     moments: DType = "float32"
+    masters: Literal["none", "float32"] = "none"
+    """Whether the optimizer keeps master weights beside parameters of a smaller dtype."""
     compute: DType = "float32"
     reduce: DType = "float32"
 
@@ -74,9 +89,10 @@ class Data:
 
 @dataclass(frozen=True)
 class Train:
-    """Take `steps` optimizer steps."""
+    """Take `steps` optimizer steps; `lr` replaces the rate of every group for each of them."""
 
     steps: int = 1
+    lr: float | None = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +116,23 @@ class Overwrite:
 
 @dataclass(frozen=True)
 class Resume:
-    """Restore the newest whole checkpoint under the generation's root."""
+    """Restore the newest whole checkpoint under the generation's root; `refused` where the stack must raise instead."""
+
+    refused: bool = False
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Draw `count` random numbers from torch's default generator, as dropout would."""
+
+    count: int = 4
+
+
+@dataclass(frozen=True)
+class FillGradients:
+    """Give every trained parameter a gradient of `value`, as a step that was interrupted leaves them; None takes them away."""
+
+    value: float | None = 1.0
 
 
 @dataclass(frozen=True)
@@ -110,7 +142,7 @@ class MapNames:
     source: str
 
 
-Step = Train | Save | Finalize | Overwrite | Resume | MapNames
+Step = Train | Save | Finalize | Overwrite | Resume | Draw | FillGradients | MapNames
 
 
 # --- faults: what the lab does to a generation -----------------------------------------------------------------------
@@ -118,17 +150,17 @@ Step = Train | Save | Finalize | Overwrite | Resume | MapNames
 
 @dataclass(frozen=True, kw_only=True)
 class Hold:
-    """Hold one rank's file event until every other rank has announced `until`, plus `grace` seconds; at most `at_most`.
+    """Hold one rank's file event until every other rank has announced `until`, and then for up to `grace` seconds more.
 
-    This forces a race instead of waiting for one: the writer cannot finish before the other side has had its chance to
+    The grace ends as soon as a name under the run's root comes or goes; all of it ends after `at_most` seconds. This forces a race instead of waiting for one: the writer cannot finish before the other side has had its chance to
     go wrong. `at` is a regular expression searched in the path, relative to the run's root, that is opened for writing.
     """
 
     rank: int
     at: str
     until: str
-    grace: float = 0.15
-    at_most: float = 2.0
+    grace: float = 0.8
+    at_most: float = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +184,8 @@ class Generation:
         faults: what the lab does meanwhile.
         root: name of the run's directory; generations that share it are one training run.
         seed: seeds the model that the generation starts from, so that a resume cannot pass by luck.
+        mesh: sizes of (replicate, shard) for hybrid sharding; empty for one dimension over all ranks.
+        precision: what this generation declares where it is not the case's own, as after a changed configuration.
     """
 
     ranks: int
@@ -159,9 +193,14 @@ class Generation:
     faults: tuple[Fault, ...] = ()
     root: str = "run"
     seed: int = 0
+    mesh: tuple[int, ...] = ()
+    precision: Precision | None = None
 
     def __str__(self) -> str:
-        text = f"{self.ranks} rank{'s' * (self.ranks != 1)}: " + ", ".join(map(_phrase, self.steps))
+        text = f"{self.ranks} rank{'s' * (self.ranks != 1)}"
+        text += f" ({' × '.join(map(str, self.mesh))})" if self.mesh else ""
+        text += f" declaring {_declared(self.precision)}" if self.precision else ""
+        text += ": " + ", ".join(map(_phrase, self.steps))
         for fault in self.faults:
             text += f" [{_phrase(fault)}]"
         return text if self.root == "run" else f"{text} (in {self.root})"
@@ -185,6 +224,8 @@ class Case:
         for generation in self.generations:
             if generation.ranks < 1:
                 raise ValueError(f"a generation needs at least one rank, got {generation.ranks}")
+            if generation.mesh and math.prod(generation.mesh) != generation.ranks:
+                raise ValueError(f"a mesh of {generation.mesh} does not hold {generation.ranks} ranks")
             if not generation.steps:
                 raise ValueError("a generation needs at least one step")
             for fault in generation.faults:
@@ -242,10 +283,20 @@ class Case:
             raise ValueError(f"{path}: {error}") from error
 
 
+def _declared(precision: Precision) -> str:
+    return " ".join(f"{name}={value}" for name, value in vars(precision).items())
+
+
 def _phrase(item: Step | Fault) -> str:
     match item:
-        case Train(steps):
-            return f"train {steps}"
+        case Train(steps, lr):
+            return f"train {steps}" + (f" at rate {lr}" if lr is not None else "")
+        case Resume(refused):
+            return "resume (to be refused)" if refused else "resume"
+        case Draw(count):
+            return f"draw {count}"
+        case FillGradients(value):
+            return "drop gradients" if value is None else "leave gradients pending"
         case Save(final):
             return "save final" if final else "save"
         case Hold():
@@ -274,6 +325,9 @@ def _from_json(kind: Any, data: Any, where: str) -> Any:
         if not isinstance(data, list):
             raise ValueError(f"{where}: expected a list, got {data!r}")
         return tuple(_from_json(typing.get_args(kind)[0], item, f"{where}[{i}]") for i, item in enumerate(data))
+    if origin in (typing.Union, types.UnionType) and type(None) in typing.get_args(kind):
+        (only,) = (option for option in typing.get_args(kind) if option is not type(None))
+        return None if data is None else _from_json(only, data, where)
     if origin in (typing.Union, types.UnionType):
         name = data.get("do") if isinstance(data, dict) else None
         if name not in _TAGGED or _TAGGED[name] not in typing.get_args(kind):

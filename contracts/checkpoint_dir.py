@@ -7,10 +7,12 @@ read by an unpickler which admits DCP's own record classes and torch's dtypes, a
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,8 @@ def _read_dcp(path: Path, store: str, files: dict[str, int]) -> tuple[dict[str, 
             if (key, offsets) not in where:
                 problems.append(f"{key} at {list(offsets)} is listed and stored nowhere")
             chunks.append((offsets, sizes, where.get((key, offsets), "")))
+        if (stored := sum(math.prod(sizes) for _, sizes, _ in chunks)) != math.prod(entry.size):
+            problems.append(f"{key} has {math.prod(entry.size)} elements; its chunks hold {stored}")
         dtype = str(entry.properties.dtype).removeprefix("torch.")
         tensors[key] = StoredTensor(dtype, tuple(entry.size), tuple(chunks))
     return tensors, problems
@@ -154,9 +158,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype | torch.layout):
             return found
-        if module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"):
+        if module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem") and "." not in name:
             found = super().find_class(module, name)
-            if isinstance(found, type):
+            # Records only, and the module's own: what it imported is in its namespace too, and `io.FileIO` is a class.
+            if isinstance(found, type) and found.__module__ == module and (is_dataclass(found) or issubclass(found, Enum)):
                 return found
         if (module, name) in _PLAIN:
             return super().find_class(module, name)

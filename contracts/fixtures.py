@@ -20,6 +20,8 @@ def write_model(model: Model, directory: Path, *, seed: int) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
+    from contracts.models import OddConfig, OddForSequenceClassification
+
     vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "[BOS]", "[EOS]", ":", *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -27,22 +29,25 @@ def write_model(model: Model, directory: Path, *, seed: int) -> None:
     special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "bos_token": "[BOS]", "eos_token": "[EOS]"}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="right", **special).save_pretrained(directory)
 
-    config = LlamaConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=model.hidden,
-        intermediate_size=2 * model.hidden,
-        num_hidden_layers=model.layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        pad_token_id=vocabulary["[PAD]"],
-        bos_token_id=vocabulary["[BOS]"],
-        eos_token_id=vocabulary["[EOS]"],
-        num_labels=1,
-    )
+    size = {"vocab_size": len(vocabulary), "hidden_size": model.hidden, "num_hidden_layers": model.layers}
+    ids = {"pad_token_id": vocabulary["[PAD]"], "bos_token_id": vocabulary["[BOS]"], "eos_token_id": vocabulary["[EOS]"]}
+    if model.architecture == "odd":
+        kind, config = OddForSequenceClassification, OddConfig(
+            rows=list(model.rows), tied=model.tied, unused=model.unused, dropout=model.dropout, num_labels=1, **size, **ids
+        )
+    else:
+        kind, config = LlamaForSequenceClassification, LlamaConfig(
+            intermediate_size=2 * model.hidden,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=64,
+            num_labels=1,
+            **size,
+            **ids,
+        )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        made = LlamaForSequenceClassification(config)
+        made = kind(config)
     made.to(getattr(torch, model.weights_dtype)).save_pretrained(directory)
 
 

@@ -54,7 +54,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened on `rank`; file events seen from outside have rank None and kind "file"."""
+    """Something that happened on `rank`.
+
+    File events seen from outside have kind "file" and no rank; what a rank was about to do to a path is an "attempt".
+    """
 
     kind: str
     rank: int | None = None
@@ -252,7 +255,10 @@ def first_difference(expected: Mapping[Any, torch.Tensor], seen: Mapping[Any, to
     a, b = expected[name], seen[name]
     if a.dtype != b.dtype or a.shape != b.shape:
         return f"{name} is {b.dtype} {list(b.shape)}, expected {a.dtype} {list(a.shape)}{count}"
-    index = int((a.view(-1) != b.view(-1)).nonzero()[0]) if a.numel() and bool((a != b).any()) else 0
+    # Bytes are compared, as same_bits does: by value NaN would differ from itself, and 0.0 not from -0.0.
+    size = a.element_size()
+    bits = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (a, b)]
+    index = int((bits[0] != bits[1]).nonzero()[0]) // size
     return f"{name} element {index} is {b.view(-1)[index].item()!r}, expected {a.view(-1)[index].item()!r}{count}"
 
 
@@ -260,20 +266,20 @@ def _load_generation(directory: Path, number: int, generation: Generation) -> Ge
     where = directory / f"generation-{number}"
     done = json.loads((where / "done.json").read_text())
     # A mark's position among the outside events is its event's order.
-    marks: dict[tuple[int, int], int] = {}
+    marks: dict[tuple[int, str], int] = {}
     events: list[Event] = []
     for order, line in enumerate(_lines(where / "outside.jsonl")):
         if line["tree"] == "marks":
             if line["operation"] == "created":
                 rank, sequence, _ = line["path"].split(".", 2)
-                marks.setdefault((int(rank), int(sequence)), order)
+                marks.setdefault((int(rank), sequence), order)
         else:
             events.append(Event("file", None, line, order))
     states: list[State] = []
     notes: list[str] = list(done["notes"])
     for rank in range(generation.ranks):
         for line in _lines(where / f"events-{rank}.jsonl"):
-            order = marks.get((rank, line["number"]))
+            order = marks.get((rank, str(line["number"])))
             if order is None:
                 notes.append(f"event {line['number']} of rank {rank} ({line['kind']}) has no place: its mark was not seen")
                 continue
@@ -283,6 +289,9 @@ def _load_generation(directory: Path, number: int, generation: Generation) -> Ge
     writers: dict[str, set[int]] = {}
     for file in where.glob("files-*.jsonl"):
         for line in _lines(file):
+            order = marks.get((line["rank"], f"{line['pid']}-{line['number']}"))
+            if order is not None:  # none where a fault ended the process at this very event
+                events.append(Event("attempt", line["rank"], line, order))
             if line["operation"] == "open":
                 writers.setdefault(line["paths"][0], set()).add(line["rank"])
             elif line["operation"] == "rename" and len(line["paths"]) == 2:

@@ -39,6 +39,20 @@ class Capability(enum.StrEnum):
     """A checkpoint appears under its final name only when it is whole."""
     COMPANIONS = "companions"
     """Writes replicated files (tokenizer, configuration) into each checkpoint."""
+    RESHARD = "reshard"
+    """Resumes on another number of ranks than it saved from."""
+    HYBRID_SHARDING = "hybrid-sharding"
+    """Shards over a (replicate, shard) mesh where the case asks for one."""
+    RANDOM_STREAMS = "random-streams"
+    """Saves and restores each rank's random stream."""
+    SAMPLES = "samples"
+    """Reports the ids of the records each step consumed, and resumes its position in them."""
+    BFLOAT16_POLICY = "bfloat16-policy"
+    """Trains parameters and moments in bfloat16 where that is declared."""
+    MASTER_WEIGHTS = "master-weights"
+    """Keeps float32 master weights and moments beside bfloat16 parameters where that is declared."""
+    DECLARED_DTYPES = "declared-dtypes"
+    """Refuses a checkpoint whose dtypes are not the declared ones, unless its policy says to convert."""
     KEY_MAPPING = "key-mapping"
     """Maps published checkpoint names to parameter names."""
 
@@ -72,6 +86,7 @@ class Place:
         records: JSON Lines of `{"query", "pos_doc", "neg_doc"}`.
         device: "cpu", or "cuda" where this rank's device is already current.
         rank, ranks: this rank and the world size.
+        mesh: sizes of (replicate, shard) where the case asks for hybrid sharding; empty for one dimension.
     """
 
     root: Path
@@ -80,6 +95,7 @@ class Place:
     device: str
     rank: int
     ranks: int
+    mesh: tuple[int, ...] = ()
 
 
 class KeyMapping(Protocol):

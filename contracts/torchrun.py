@@ -129,7 +129,7 @@ class RankOutcome:
     def __str__(self) -> str:
         match self.status:
             case "raised":
-                return f"rank {self.rank} raised {self.error}"
+                return f"rank {self.rank} raised {self.error.splitlines()[0] if self.error else ''}"
             case "killed":
                 return f"rank {self.rank} was killed by {self.signal}"
             case "exited":

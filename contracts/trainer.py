@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,10 +32,14 @@ class CheckpointerOnly(Implementation):
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-        dtype = {name: getattr(torch, value) for name, value in vars(self.case.precision).items()}
+        dtype = {name: getattr(torch, value) for name, value in vars(self.case.precision).items() if name != "masters"}
         self.tokenizer = AutoTokenizer.from_pretrained(self.place.model)
         model = AutoModelForSequenceClassification.from_pretrained(self.place.model, dtype=dtype["parameters"])
-        self.mesh = init_device_mesh(self.place.device, (self.place.ranks,))
+        for name, parameter in model.named_parameters():
+            if self.case.model.frozen and re.search(self.case.model.frozen, name):
+                parameter.requires_grad_(False)
+        names = ("replicate", "shard") if self.place.mesh else ("shard",)
+        self.mesh = init_device_mesh(self.place.device, self.place.mesh or (self.place.ranks,), mesh_dim_names=names)
         policy = MixedPrecisionPolicy(param_dtype=dtype["compute"], reduce_dtype=dtype["reduce"])
         model.to(self.place.device)
         for layer in model.model.layers:
@@ -51,6 +56,8 @@ class CheckpointerOnly(Implementation):
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
         vectors = [p for p in self.model.parameters() if p.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": declared.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        if declared.empty_group:
+            groups.insert(1, {"params": [], "weight_decay": 0.0})
         return torch.optim.AdamW(groups, lr=declared.lr, amsgrad=declared.amsgrad)
 
     def _build_scheduler(self) -> torch.optim.lr_scheduler.LRScheduler:

@@ -21,7 +21,16 @@ from reference_impl.trainer import Trainer
 class Reference(Trainer, Implementation):
     """The exemplary stack: a reranker fine-tuned with FSDP2, checkpointed with DCP."""
 
-    capabilities = frozenset(Capability)
+    capabilities = {
+        Capability.TRAIN,
+        Capability.RESUME,
+        Capability.SCHEDULER,
+        Capability.ASYNC_THREAD,
+        Capability.ASYNC_PROCESS,
+        Capability.PUBLISH,
+        Capability.COMPANIONS,
+        Capability.KEY_MAPPING,
+    }
     layout = Layout(
         companions=("tokenizer.json", "tokenizer_config.json", "config.json", "run.json", "tokenization.json", "progress.json")
     )

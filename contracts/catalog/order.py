@@ -22,7 +22,9 @@ def params_final_before_optimizer(history: History, check: Check) -> None:
         for load in resumed.snapshots("optimizer-load-begins"):
             for state, end in zip(load.ranks, final.ranks, strict=True):
                 for name, shard in state.parameters.items():
-                    last = end.parameters[name]
+                    last = end.parameters.get(name)
+                    if not check(last is not None, f"rank {state.rank} · {name} is gone after the resume"):
+                        continue
                     if check(
                         shard.dtype == last.dtype,
                         f"rank {state.rank} · {name} was {shard.dtype} when optimizer state loaded (final: {last.dtype})",

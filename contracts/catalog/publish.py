@@ -23,7 +23,12 @@ def finalize_before_rename(history: History, check: Check) -> None:
         published: set[str] = set()
         retired: dict[str, str] = {}
         renamed_from: dict[int, str] = {}
-        for event in generation.files():
+        for event in generation.of("file", "attempt"):
+            if event.kind == "attempt":
+                name = event.paths[0].partition("/")[0]
+                if event.operation == "open" and name in retired:
+                    check(False, f"rank {event.rank} opened {event.paths[0]} for writing after its rename to {retired[name]}")
+                continue
             name, _, below = event.path.partition("/")
             if event.operation == "moved-from" and event.directory:
                 renamed_from[event.cookie] = event.path

@@ -45,6 +45,7 @@ def _import_stack(job: dict[str, Any]) -> dict[str, Any]:
     import transformers
 
     import contracts.fixtures
+    import contracts.models
     import contracts.lab.rank as rank
 
     implementation = rank.load(job["implementation"])

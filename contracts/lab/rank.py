@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import importlib
 import json
@@ -64,7 +65,12 @@ def main(job_file: str) -> None:
         device=device,
         rank=rank,
         ranks=ranks,
+        mesh=generation.mesh,
     )
+    if generation.precision is not None:
+        case = dataclasses.replace(case, precision=generation.precision)
+    import contracts.models  # noqa: F401  registers the suite's own model, which any directory may hold
+
     implementation = load(job["implementation"])(case, place)
     if Capability.TRAIN in implementation.capabilities:
         implementation.build()
@@ -95,8 +101,11 @@ def _require_fsdp(implementation: Implementation, recorder: Recorder) -> None:
 
 def _take(step: steps.Step, implementation: Implementation, recorder: Recorder) -> None:
     match step:
-        case steps.Train(count):
+        case steps.Train(count, lr):
             for _ in range(count):
+                if lr is not None:
+                    for group in implementation.optimizer.param_groups:
+                        group["lr"] = lr
                 result = dict(implementation.train_step())
                 recorder.event("trained", step=implementation.step, **{k: _number(v) for k, v in result.items()})
                 recorder.state("trained")
@@ -113,13 +122,37 @@ def _take(step: steps.Step, implementation: Implementation, recorder: Recorder) 
         case steps.Overwrite(value):
             _overwrite(implementation, value)
             recorder.event("overwritten", value=value)
-        case steps.Resume():
+        case steps.Resume(refused):
             recorder.event("resume-begins")
+            if refused:
+                _resume_to_be_refused(implementation, recorder)
+                return
             implementation.resume()
             recorder.event("resume-returns", step=implementation.step)
             recorder.state("resumed")
+        case steps.Draw(count):
+            recorder.event("drew", values=torch.rand(count, device=implementation.place.device).tolist())
+        case steps.FillGradients(value):
+            for parameter in implementation.model.parameters():
+                if value is None:
+                    parameter.grad = None
+                elif parameter.requires_grad:
+                    parameter.grad = torch.full_like(parameter, value)
+            recorder.event("gradients-filled", value=value)
         case steps.MapNames(source):
             _map_names(source, implementation, recorder)
+
+
+def _resume_to_be_refused(implementation: Implementation, recorder: Recorder) -> None:
+    recorder.state("before-refusal")
+    try:
+        implementation.resume()
+    except Exception as error:
+        recorder.event("resume-refused", error=f"{type(error).__name__}: {error}")
+        recorder.state("refused")
+    else:
+        recorder.event("resume-returns", step=implementation.step)
+        recorder.state("resumed")
 
 
 def _files(implementation: Implementation) -> dict[str, int]:
