@@ -136,13 +136,37 @@ class FillGradients:
 
 
 @dataclass(frozen=True)
+class Retune:
+    """Scale every group's weight decay and epsilon by a factor of its own, as a schedule of them does in mid-run."""
+
+    factor: float = 1.5
+
+
+@dataclass(frozen=True)
+class SetStepCount:
+    """Let the optimizer have counted `value` steps, in its state and in its groups, wherever it counts."""
+
+    value: int
+
+
+@dataclass(frozen=True)
+class ForgetMoments:
+    """Empty the optimizer's state, as in an optimizer that has never stepped."""
+
+
+@dataclass(frozen=True)
 class MapNames:
     """Map the published names of `source` (a list under contracts/data/published_names) to parameters."""
 
     source: str
 
 
-Step = Train | Save | Finalize | Overwrite | Resume | Draw | FillGradients | MapNames
+@dataclass(frozen=True)
+class Exit:
+    """Leave the process here, as a script does after its last line: nothing is finalized and nothing is closed."""
+
+
+Step = Train | Save | Finalize | Overwrite | Resume | Draw | FillGradients | Retune | MapNames | SetStepCount | ForgetMoments | Exit
 
 
 # --- faults: what the lab does to a generation -----------------------------------------------------------------------
@@ -165,13 +189,49 @@ class Hold:
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """SIGKILL `rank` at its `event`-th file event (0 is the first) under the run's root."""
+    """SIGKILL `rank` at its `event`-th file event (0 is the first) under the run's root, before it happens.
+
+    Events are counted from the beginning, or from that of the `save`-th save (1 is the first) where that is given; all of
+    them, or those in a path of which the regular expression `at` is found.
+    """
 
     rank: int
     event: int
+    save: int = 0
+    at: str = ""
 
 
-Fault = Hold | Kill
+@dataclass(frozen=True, kw_only=True)
+class Fail:
+    """From the `event`-th open for writing whose path `at` is found in, nothing can be created by a process of `rank`.
+
+    Every open for writing, directory and link raises `error` from then on, as on a full disk that stays full. Opens are
+    counted from the beginning of the `save`-th save (1 is the first), in each process of the rank for itself. Every rank
+    may raise in such a generation: it says so, waits for the others to answer, and goes.
+    """
+
+    rank: int
+    at: str = ""
+    event: int = 0
+    error: Literal["ENOSPC", "EIO", "EACCES"] = "ENOSPC"
+    save: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tamper:
+    """Change the run's directory before this generation's ranks start.
+
+    The first four are done to the `file`-th file (in alphabetical order, counted around) of the newest published
+    checkpoint: cut it in half, empty it, remove it, or flip one bit in its middle.
+    "foreign" adds names that resemble a checkpoint's and are none, some of them of a higher step; "older-touched" makes the
+    newest checkpoint the one that was modified first; "litter" leaves a file in every directory that is not published.
+    """
+
+    how: Literal["truncate", "empty", "remove", "flip", "foreign", "older-touched", "litter"]
+    file: int = 0
+
+
+Fault = Hold | Kill | Fail | Tamper
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +246,7 @@ class Generation:
         seed: seeds the model that the generation starts from, so that a resume cannot pass by luck.
         mesh: sizes of (replicate, shard) for hybrid sharding; empty for one dimension over all ranks.
         precision: what this generation declares where it is not the case's own, as after a changed configuration.
+        frozen: what this generation freezes where it is not what the case's model says.
     """
 
     ranks: int
@@ -195,11 +256,13 @@ class Generation:
     seed: int = 0
     mesh: tuple[int, ...] = ()
     precision: Precision | None = None
+    frozen: str | None = None
 
     def __str__(self) -> str:
         text = f"{self.ranks} rank{'s' * (self.ranks != 1)}"
         text += f" ({' × '.join(map(str, self.mesh))})" if self.mesh else ""
         text += f" declaring {_declared(self.precision)}" if self.precision else ""
+        text += f" freezing {self.frozen or 'nothing'}" if self.frozen is not None else ""
         text += ": " + ", ".join(map(_phrase, self.steps))
         for fault in self.faults:
             text += f" [{_phrase(fault)}]"
@@ -229,7 +292,7 @@ class Case:
             if not generation.steps:
                 raise ValueError("a generation needs at least one step")
             for fault in generation.faults:
-                if fault.rank >= generation.ranks:
+                if getattr(fault, "rank", 0) >= generation.ranks:
                     raise ValueError(f"{fault} names rank {fault.rank} of {generation.ranks}")
 
     @property
@@ -276,7 +339,12 @@ class Case:
     def read(cls, path: Path) -> Case:
         """Read a case file; raises ValueError naming the file where it is not one."""
         try:
-            return cls.from_json(json.loads(Path(path).read_text()))
+            data = json.loads(Path(path).read_text())
+            if not isinstance(data, dict) or "generations" not in data:
+                raise ValueError("it is no case: a case is an object with \"generations\"")
+            return cls.from_json(data)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: it is no case file: {error}") from error
         except OSError as error:
             raise ValueError(f"{path}: cannot read the case file: {error.strerror}") from error
         except ValueError as error:
@@ -299,10 +367,20 @@ def _phrase(item: Step | Fault) -> str:
             return "drop gradients" if value is None else "leave gradients pending"
         case Save(final):
             return "save final" if final else "save"
+        case SetStepCount(value):
+            return f"count {value} optimizer steps"
+        case ForgetMoments():
+            return "forget moments"
         case Hold():
             return f"rank {item.rank} held at {item.at} until {item.until}"
         case Kill():
-            return f"rank {item.rank} killed at file event {item.event}"
+            return f"rank {item.rank} killed at file event {item.event}" + (f" of save {item.save}" if item.save else "") + (f" at {item.at}" if item.at else "")
+        case Fail():
+            return f"{item.error} on rank {item.rank} from open {item.event} of save {item.save} on, at {item.at or 'any path'}"
+        case Tamper():
+            return f"before: {item.how}" + (f" file {item.file}" if item.how in ("truncate", "empty", "remove", "flip") else "")
+        case Retune():
+            return "retune the groups"
         case MapNames(source):
             return f"map the names of {source}"
         case _:

@@ -53,6 +53,11 @@ class CheckpointDirectory:
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
+    @property
+    def is_readable(self) -> bool:
+        """Whether there is anything in a format that this module knows."""
+        return any(name.endswith((".metadata", ".distcp", ".safetensors")) for name in self.files)
+
     def to_json(self) -> dict[str, Any]:
         tensors = {key: [t.dtype, t.shape, t.chunks] for key, t in self.tensors.items()}
         return {"files": self.files, "tensors": tensors, "problems": self.problems}

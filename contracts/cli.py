@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
+import re
 import shutil
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from contracts.bindings.known import Target
+    from contracts.lab.lab import Lab
 
 BAD_USAGE = 2
 
@@ -69,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 
     proving = commands.add_parser("prove", help="show that every contract catches its mutants and no good neighbour")
     proving.add_argument("--only", metavar="NAME", help="one mutant or good neighbour")
+    proving.add_argument("--list", action="store_true", help="name them all, with what each must be caught by, and run none")
     proving.add_argument("--json", type=Path, metavar="FILE", help="write the matrix as JSON")
     _common(proving)
     proving.set_defaults(command=_prove)
@@ -79,7 +86,7 @@ def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="gloo on cores, or NCCL with a GPU per rank (default: cpu)")
     parser.add_argument(
         "--directory", type=Path, default=Path(".contracts"), metavar="DIR",
-        help="where cases and evidence are kept; delete it to run everything afresh (default: .contracts)",
+        help="where the cases of broken verdicts are kept, and the evidence of the last command (default: .contracts)",
     )  # fmt: skip
 
 
@@ -106,6 +113,7 @@ def _list(options: argparse.Namespace) -> int:
     for contract in chosen:
         print(contract.name)
         print(f"    {contract.statement}")
+        print(f"    needs: {', '.join(sorted(contract.needs))}")
         if contract.seen:
             print(f"    seen: {', '.join(contract.seen)}")
     return 0
@@ -124,12 +132,10 @@ def _run(options: argparse.Namespace) -> int:
         profile = replace(profile, shrink_seconds=0.0)
     line = _Progress()
     verdicts, stories = [], []
-    _forget(options.directory)
-    with Suite(
-        target, profile=profile, worlds=options.worlds, device=options.device, directory=options.directory, progress=line
-    ) as suite:
+    with _lab(target, options) as lab:
+        suite = Suite(target, profile=profile, worlds=options.worlds, lab=lab, directory=options.directory, progress=line)
         line(f"importing {target.implementation}")
-        about = suite.about
+        about = _about(lab)
         line.end(f"{target.name}: {about['statement']}")
         line.end(f"torch {about['environment']['torch']}, transformers {about['environment']['transformers']}, seed {suite.seed}")
         for contract in chosen:
@@ -154,22 +160,24 @@ def _run(options: argparse.Namespace) -> int:
     line.end()
     print(text.table(verdicts, dict(target.known)))
     print(text.summary(verdicts))
+    if not any(verdict.verdict in ("kept", "broken") for verdict in verdicts):
+        print("nothing was judged")
+        return 1
     return 1 if any(verdict.verdict in ("broken", "unknown") for verdict in verdicts) else 0
 
 
 def _replay(options: argparse.Namespace) -> int:
     from contracts.bindings.known import resolve
     from contracts.case import Case
-    from contracts.lab.lab import Lab
     from contracts.suite import Suite, select
 
     case, target, chosen = Case.read(options.case), resolve(options.implementation, options.python), select(options.contracts)
     line = _Progress()
     print(case)
     verdicts = []
-    _forget(options.directory)
-    with Lab(target.implementation, python=target.python, device=options.device, directory=options.directory) as lab:
+    with _lab(target, options) as lab:
         line(f"running on {target.name}")
+        _about(lab)
         suite = Suite(target, lab=lab, directory=options.directory)
         history = lab.run(case)
         line.end()
@@ -191,11 +199,21 @@ def _replay(options: argparse.Namespace) -> int:
 
 def _prove(options: argparse.Namespace) -> int:
     from contracts import proof
+    from reference_impl import mutants
 
+    if options.list:
+        for name, its in mutants.MUTANTS.items():
+            print(f"{name:40} {its.caught_by}")
+        for name in mutants.NEIGHBOURS:
+            print(f"{name:40} (good neighbour)")
+        return 0
+    if options.only is not None and options.only not in mutants.names():
+        near = difflib.get_close_matches(options.only, mutants.names(), n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else "`fsdp-contracts prove --list` names them all"
+        raise ValueError(f"no mutant or good neighbour is named {options.only!r}; {hint}")
     line = _Progress()
     found: list[Any] = []
-    _forget(options.directory)
-    for item in proof.prove(device=options.device, directory=options.directory, only=options.only, progress=line):
+    for item in proof.prove(device=options.device, directory=_evidence(options.directory), only=options.only, progress=line):
         found.append(item)
         if isinstance(item, proof.Mutant):
             verb = "caught by" if item.ok else "NOT CAUGHT by"
@@ -205,8 +223,6 @@ def _prove(options: argparse.Namespace) -> int:
                 line.end(f"    {item.message.splitlines()[0]}")
         else:
             line.end(f"{item.name:36} {'left alone' if item.ok else 'NOT LEFT ALONE: ' + item.message}")
-    if not found:
-        raise ValueError(f"no mutant or good neighbour is named {options.only!r}")
     if options.json:
         _write(options.json, proof.to_json(found))
     mutants = [item for item in found if isinstance(item, proof.Mutant)]
@@ -215,23 +231,52 @@ def _prove(options: argparse.Namespace) -> int:
     return 0 if all(item.ok for item in found) else 1
 
 
-def _forget(directory: Path) -> None:
-    """Forget the histories of earlier commands: an implementation may have changed since they were made."""
-    shutil.rmtree(directory / "histories", ignore_errors=True)
+def _lab(target: Target, options: argparse.Namespace) -> Lab:
+    from contracts.lab.lab import Lab
+
+    return Lab(target.implementation, python=target.python, device=options.device, directory=_evidence(options.directory))
+
+
+def _about(lab: Lab) -> dict[str, Any]:
+    """What the stack says of itself; a stack that cannot be imported is bad usage, and the last lines say why."""
+    from contracts.lab.lab import LabError
+
+    try:
+        return lab.about()
+    except LabError as error:
+        first, _, rest = str(error).partition("\n")
+        files = [line for line in rest.splitlines() if line.lstrip().startswith("File ") and not re.search("contracts/lab|importlib", line)]
+        raise ValueError("\n".join([f"{lab.implementation} cannot be imported: {first}", *files[-4:]])) from error
+
+
+def _evidence(directory: Path) -> Path:
+    """A folder of this command's own under `directory`; those of commands that have ended are removed.
+
+    Histories are not kept between commands, for an implementation may have changed since they were made.
+    """
+    for old in directory.glob("evidence-*"):
+        if not Path(f"/proc/{old.name.removeprefix('evidence-')}").exists():
+            shutil.rmtree(old, ignore_errors=True)
+    own = directory / f"evidence-{os.getpid()}"
+    own.mkdir(parents=True)
+    return own
 
 
 class _Progress:
-    """One line on standard error that is written over; lines of their own where standard error is no terminal."""
+    """One line on standard error that is written over; where that is no terminal, a line of its own every quarter minute."""
 
     def __init__(self) -> None:
         self.live = sys.stderr.isatty()
         self.started = time.monotonic()
-        self.last = ""
+        self.said = self.started
 
     def __call__(self, text: str) -> None:
         if self.live:
             sys.stderr.write(f"\r\033[K{time.monotonic() - self.started:6.0f} s  {text}"[:118])
             sys.stderr.flush()
+        elif time.monotonic() - self.said > 15:
+            self.said = time.monotonic()
+            print(f"{self.said - self.started:6.0f} s  {text}", file=sys.stderr, flush=True)
 
     def end(self, text: str = "") -> None:
         if self.live:

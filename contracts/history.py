@@ -83,6 +83,7 @@ class State:
     buffers: Mapping[str, Shard] = field(default_factory=dict)
     small: Mapping[str, Any] = field(default_factory=dict)
     order: int = 0
+    gradients: Mapping[str, Shard] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,10 @@ class Snapshot:
     def moments(self) -> dict[tuple[str, str], torch.Tensor]:
         """Whole moments, step counts included, by (parameter name, key)."""
         return {name: self._whole(name, [s.moments for s in self.ranks]) for name in self.ranks[0].moments}
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Whole pending gradients by parameter name."""
+        return {name: self._whole(name, [s.gradients for s in self.ranks]) for name in self.ranks[0].gradients}
 
     def everything(self) -> dict[str, torch.Tensor]:
         """Whole parameters and moments under one name each."""
@@ -138,6 +143,10 @@ class GenerationHistory:
         writers: ranks that opened each path for writing, or renamed a file to it, from inside; a path is relative to the
             run's root.
         disk: the published checkpoints at its end, by name.
+        fired: faults that were carried out in a rank: `{"fault", "rank", "operation", "paths", …}`.
+        tampered: what was done to the directory beforehand: `{"how", "paths"}`.
+        names: every name under the run's root at the end, with its size in bytes; a directory's ends in a slash.
+        pointer: what the layout's pointer names at the end, or None.
     """
 
     case: Generation
@@ -147,6 +156,10 @@ class GenerationHistory:
     writers: dict[str, set[int]] = field(default_factory=dict)
     disk: dict[str, CheckpointDirectory] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    fired: list[dict[str, Any]] = field(default_factory=list)
+    tampered: list[dict[str, Any]] = field(default_factory=list)
+    names: dict[str, int] = field(default_factory=dict)
+    pointer: str | None = None
 
     def of(self, *kinds: str, rank: int | None = None) -> list[Event]:
         """Events of these kinds, in order."""
@@ -174,7 +187,9 @@ class GenerationHistory:
         """Why this generation did not end as the case says, or None."""
         wanted = {fault.rank for fault in self.case.faults if isinstance(fault, Kill)}
         first = self.launch.primary
-        if wanted and not self.launch.timed_out and first is not None and first.rank in wanted and first.signal == "SIGKILL":
+        killed = {outcome.rank for outcome in self.launch.outcomes if outcome.signal == "SIGKILL"}
+        struck = {line["rank"] for line in self.fired if line["fault"] == "Kill"}
+        if wanted and not self.launch.timed_out and first is not None and (first.rank in wanted & killed or wanted & struck & killed):
             return None
         if wanted and self.launch.ok:
             return f"rank {min(wanted)} was to be killed at a file event, and had fewer"
@@ -287,11 +302,16 @@ def _load_generation(directory: Path, number: int, generation: Generation) -> Ge
                 states.append(_load_state(where / "states", line, order))
             events.append(Event(line["kind"], rank, line["data"], order))
     writers: dict[str, set[int]] = {}
+    fired: list[dict[str, Any]] = []
     for file in where.glob("files-*.jsonl"):
         for line in _lines(file):
             order = marks.get((line["rank"], f"{line['pid']}-{line['number']}"))
+            if "fault" in line:
+                fired.append(line)
             if order is not None:  # none where a fault ended the process at this very event
                 events.append(Event("attempt", line["rank"], line, order))
+            if line.get("fault") == "Fail":
+                continue
             if line["operation"] == "open":
                 writers.setdefault(line["paths"][0], set()).add(line["rank"])
             elif line["operation"] == "rename" and len(line["paths"]) == 2:
@@ -305,6 +325,10 @@ def _load_generation(directory: Path, number: int, generation: Generation) -> Ge
         writers=writers,
         disk={name: CheckpointDirectory.from_json(data) for name, data in done["disk"].items()},
         notes=notes,
+        fired=fired,
+        tampered=done.get("tampered", []),
+        names=done.get("names", {}),
+        pointer=done.get("pointer"),
     )
 
 
@@ -313,14 +337,17 @@ def _load_state(where: Path, line: dict[str, Any], order: int) -> State:
 
     data = line["data"]
     tensors = load_file(where / data["file"])
-    groups: dict[str, dict[Any, Shard]] = {"parameter": {}, "moment": {}, "buffer": {}}
+    groups: dict[str, dict[Any, Shard]] = {"parameter": {}, "moment": {}, "buffer": {}, "gradient": {}}
     for key, tensor in tensors.items():
         kind, *name = key.split("|")
         place = data["places"][key]
         shard = Shard(tensor, tuple(place["shape"]), tuple(place["offset"]), place["device"])
         groups[kind][(name[1], name[0]) if kind == "moment" else name[0]] = shard
-    small = {key: data[key] for key in ("groups", "scheduler", "random", "numbers")}
-    return State(data["label"], line["rank"], data["step"], groups["parameter"], groups["moment"], groups["buffer"], small, order)
+    small = {key: data[key] for key in ("groups", "scheduler", "random", "numbers", "aliases") if key in data}
+    return State(
+        data["label"], line["rank"], data["step"], groups["parameter"], groups["moment"], groups["buffer"], small, order,
+        groups["gradient"],
+    )  # fmt: skip
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -55,6 +55,10 @@ class Capability(enum.StrEnum):
     """Refuses a checkpoint whose dtypes are not the declared ones, unless its policy says to convert."""
     KEY_MAPPING = "key-mapping"
     """Maps published checkpoint names to parameter names."""
+    RETENTION = "retention"
+    """Keeps as many published checkpoints as the case says, and removes older ones."""
+    INTEGRITY = "integrity"
+    """Notices when a checkpoint's bytes are not those that were written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +72,14 @@ class Layout:
         companions: base names of replicated files which every checkpoint holds.
         incomplete: name of a file inside a checkpoint which says, while it is there, that the checkpoint is not
             published yet; for stacks that write under the final name from the start.
+        pointer: name of a link, or of a text file that holds a name, which points at the newest published checkpoint.
     """
 
     published: str = r"step_(?P<step>\d+)"
     temporary: str = r"tmp_step_\d+"
     companions: tuple[str, ...] = ()
     incomplete: str | None = None
+    pointer: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

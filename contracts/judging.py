@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from contracts.checkpoint_dir import CheckpointDirectory
 from contracts.history import History, MissingEvidence, first_difference
 from contracts.implementation import Capability
 from contracts.strategies import Cases
@@ -49,6 +50,16 @@ class Check:
         if difference is not None:
             self.failures.append(f"{where}: {difference}")
         return difference is None
+
+
+def require_readable(name: str, checkpoint: CheckpointDirectory) -> None:
+    """Raise NotApplicable for a checkpoint that is in none of the formats our own reader knows.
+
+    What a checkpoint holds is read from the bytes on disk, or not at all: a stack's own reader proves nothing.
+    """
+    if checkpoint.files and not checkpoint.is_readable:
+        found = ", ".join(sorted(checkpoint.files)[:3])
+        raise NotApplicable(f"{name} holds neither DCP nor safetensors files, which are what this suite reads; it has {found}")
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class OddBlock(nn.Module):
 
 
 class OddModel(nn.Module):
-    """Embedding, blocks, a persistent and a non-persistent buffer."""
+    """Embedding, blocks, a non-persistent and two persistent buffers; one of these counts training forwards, and is not used."""
 
     def __init__(self, config: OddConfig) -> None:
         super().__init__()
@@ -55,8 +55,11 @@ class OddModel(nn.Module):
         self.layers = nn.ModuleList(OddBlock(config) for _ in range(config.num_hidden_layers))
         self.register_buffer("scale", torch.linspace(0.5, 1.5, config.hidden_size))
         self.register_buffer("ramp", torch.linspace(-1.0, 1.0, config.hidden_size), persistent=False)
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.forwards.add_(1)
         hidden = self.embed_tokens(input_ids) * self.scale + self.ramp
         for layer in self.layers:
             hidden = layer(hidden)
@@ -87,6 +90,9 @@ class OddForSequenceClassification(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.3)
+        if isinstance(module, OddModel):
+            # from_pretrained builds on the meta device and leaves buffers that no file holds as whatever was in memory.
+            module.ramp.copy_(torch.linspace(-1.0, 1.0, len(module.ramp)))
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embed_tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +71,7 @@ def judge_mutant(name: str, implementation: str, caught_by: str, lab: Lab, direc
 
 
 def judge_neighbour(name: str, implementation: str, lab: Lab, directory: Path, progress=lambda text: None) -> Neighbour:
-    profile = replace(PROFILES["ci"], examples=2)
-    suite = Suite(Target(name, implementation), profile=profile, worlds=(2,), directory=directory, lab=lab, progress=progress)
+    suite = Suite(Target(name, implementation), profile=PROFILES["smoke"], worlds=(2,), directory=directory, lab=lab, progress=progress)
     verdicts = list(suite.run(select()))
     wrong = [v for v in verdicts if v.verdict not in ("kept", "not-applicable")]
     broken = [v.name for v in wrong if v.verdict == "broken"]

@@ -384,7 +384,7 @@ def _rank(function: Callable[..., Any], args: tuple[Any, ...], where: str) -> No
             status, error = "terminated", signalled.__context__
         text = None if error is None else f"{type(error).__name__}: {error}"
         if isinstance(error, RuntimeError) and "fork-based multiprocessing" in text:
-            text += '\n(the launching process ran a backward pass before it forked; pass start_method="spawn")'
+            error.add_note('the launching process ran a backward pass before it forked; pass start_method="spawn"')
         trace = None if error is None else "".join(traceback.format_exception(error))
         _write(base, {"status": status, "error": text, "traceback": trace, "ended": time.time()})
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

@@ -18,7 +18,8 @@ class CheckpointerOnly(Implementation):
     """Trains the case's model with FSDP2 and AdamW; a subclass brings `save`, `finalize` and `resume`.
 
     The position in the data follows from `step`, so a checkpointer that restores model, optimizer, scheduler and `step`
-    has restored the run.
+    has restored the run. Parameters and moments are of the one dtype that is declared, float32 or bfloat16; it keeps no
+    master weights.
 
     Attributes:
         tokenizer: the model directory's tokenizer.
@@ -52,7 +53,12 @@ class CheckpointerOnly(Implementation):
             self.records = [json.loads(line) for line in file]
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
-        declared = self.case.optimizer
+        declared, precision = self.case.optimizer, self.case.precision
+        if precision.moments != precision.parameters or precision.masters != "none":
+            raise ValueError(
+                f"AdamW makes moments in its parameters' {precision.parameters} and keeps no masters; "
+                f"{precision.moments} moments and masters {precision.masters} are declared"
+            )
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
         vectors = [p for p in self.model.parameters() if p.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": declared.weight_decay}, {"params": vectors, "weight_decay": 0.0}]

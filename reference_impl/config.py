@@ -69,15 +69,22 @@ class Config:
     beta1: float = option(0.9, "AdamW")
     beta2: float = option(0.999, "AdamW")
     epsilon: float = option(1e-8, "AdamW")
+    amsgrad: bool = option(False, "AdamW: divide by the largest second moment so far, and keep it")
     max_grad_norm: float = option(1.0, "clip the global gradient norm to this; 0 only measures it")
 
     # Precision and sharding.
     parameter_dtype: str = option("float32", "dtype of the parameters that the optimizer updates", choices=FLOATS)
-    moment_dtype: str = option("float32", "dtype of AdamW's moments; must equal parameter_dtype", choices=FLOATS)
-    force_fp32_parameters: bool = option(False, "float32 parameters and moments, whatever the two options above say")
+    moment_dtype: str = option("float32", "dtype of AdamW's moments: parameter_dtype's, or master_dtype's", choices=FLOATS)
+    master_dtype: str = option(
+        "none", "float32 keeps master weights in the optimizer beside smaller parameters", choices=("none", "float32")
+    )
+    force_fp32_parameters: bool = option(False, "float32 parameters and moments and no masters, whatever is said above")
     compute_dtype: str = option("float32", "MixedPrecisionPolicy.param_dtype: forward and backward", choices=FLOATS)
     reduce_dtype: str = option("float32", "MixedPrecisionPolicy.reduce_dtype: gradient reduction", choices=FLOATS)
     output_dtype: str | None = option(None, "MixedPrecisionPolicy.output_dtype; null keeps the forward's", choices=FLOATS)
+    frozen: str = option("", "regular expression, searched in parameter names, of those that do not train; empty freezes none")
+    replicas: int = option(1, "hybrid sharding: copies of the model, each sharded over world / replicas ranks")
+    activation_checkpointing: bool = option(False, "compute each block's activations again in the backward, to save memory")
     reshard_after_forward: bool = option(True, "free the gathered parameters of a block after its forward")
 
     # Checkpoints.
@@ -99,7 +106,7 @@ class Config:
             value, choices = getattr(self, field.name), field.metadata["choices"]
             if choices and value is not None and value not in choices:
                 raise ConfigError(f"{field.name}={value!r} is not one of {', '.join(choices)}{_near(str(value), choices)}")
-        for name in ("steps", "batch_size", "accumulation_steps", "max_length", "keep_checkpoints", "eval_batch_size"):
+        for name in ("replicas", "steps", "batch_size", "accumulation_steps", "max_length", "keep_checkpoints", "eval_batch_size"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         for name in ("train_n_passages", "eval_n_passages"):
             _require(getattr(self, name) >= 2, name, getattr(self, name), "at least 2: one positive and one negative")
@@ -118,10 +125,15 @@ class Config:
         _require(0 <= self.eval_fraction < 1, "eval_fraction", self.eval_fraction, "from 0 up to, not including, 1")
         for part in ("{query}", "{passage}"):
             _require(part in self.prompt_template, "prompt_template", self.prompt_template, f"a text holding {part}")
-        if self.moments != self.parameters:
+        if self.masters != "none" and (self.parameters, self.moments) not in (("bfloat16", "float32"), ("float16", "float32")):
+            raise ConfigError(
+                f"master_dtype={self.masters} with parameter_dtype={self.parameters} and moment_dtype={self.moments}: masters "
+                "stand beside bfloat16 or float16 parameters, with float32 moments"
+            )
+        if self.masters == "none" and self.moments != self.parameters:
             raise ConfigError(
                 f"moment_dtype={self.moments} with parameter_dtype={self.parameters}: torch.optim.AdamW keeps its moments in "
-                "the dtype of its parameters; set both alike, or force_fp32_parameters=true"
+                "the dtype of its parameters; set both alike, force_fp32_parameters=true, or master_dtype=float32"
             )
 
     @property
@@ -133,6 +145,11 @@ class Config:
     def moments(self) -> str:
         """The declared dtype of Adam moments, as a torch name such as ``float32``."""
         return "float32" if self.force_fp32_parameters else self.moment_dtype
+
+    @property
+    def masters(self) -> str:
+        """The declared dtype of master weights, as a torch name such as ``float32``, or ``none``."""
+        return "none" if self.force_fp32_parameters else self.master_dtype
 
     def to_dict(self) -> dict[str, Any]:
         """The options as plain JSON values; ``Config(**config.to_dict()) == config``."""

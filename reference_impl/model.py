@@ -6,12 +6,14 @@ import functools
 import hashlib
 import importlib.util
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -124,6 +126,16 @@ def read_weights(directory: Path) -> dict[str, torch.Tensor]:
     raise UsageError(f"{directory} has no model.safetensors, no index of shards and no pytorch_model.bin")
 
 
+def freeze(model: nn.Module, pattern: str) -> None:
+    """Take parameters whose name ``pattern`` is found in out of training. Raises :class:`ConfigError` if that is none or all."""
+    names = [name for name, _ in model.named_parameters()]
+    chosen = [name for name in names if pattern and re.search(pattern, name)]
+    if pattern and len(chosen) in (0, len(names)):
+        raise ConfigError(f"frozen={pattern!r} is found in {len(chosen)} of {len(names)} parameter names, such as {names[0]}")
+    for name in chosen:
+        model.get_parameter(name).requires_grad_(False)
+
+
 def shard_model(model: nn.Module, mesh: DeviceMesh, config: Config) -> nn.Module:
     """``fully_shard`` each transformer block, then the root, in place, with the declared mixed-precision policy."""
     policy = MixedPrecisionPolicy(
@@ -131,15 +143,24 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, config: Config) -> nn.Module
         reduce_dtype=getattr(torch, config.reduce_dtype),
         output_dtype=getattr(torch, config.output_dtype) if config.output_dtype else None,
     )
+    if config.activation_checkpointing:
+        recompute_activations(model)
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
     return fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
 
 
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks: the members of the ModuleList that holds the most parameters. Empty if there is none."""
+def recompute_activations(model: nn.Module) -> None:
+    """Wrap each block, so that its backward runs its forward again. The wrapper's prefix reaches no saved name."""
+    blocks = blocks_of(model)
+    for number, block in enumerate(blocks):
+        blocks[number] = checkpoint_wrapper(block)
+
+
+def blocks_of(model: nn.Module) -> nn.ModuleList | list[nn.Module]:
+    """The transformer blocks: the ModuleList that holds the most parameters. Empty if there is none."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=lambda each: sum(p.numel() for p in each.parameters()), default=[]))
+    return max(lists, key=lambda each: sum(p.numel() for p in each.parameters()), default=[])
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:

@@ -8,22 +8,28 @@ import torch
 from torch import nn
 
 from reference_impl.config import Config
+from reference_impl.masters import MasterAdamW
 
 
-def build_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
-    """Fused AdamW in two groups: matrices decay; biases, norms and other vectors do not. Frozen parameters are in none."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """AdamW in two groups: matrices decay; biases, norms and other vectors do not.
+
+    Frozen parameters are in them too, and have no state as they get no gradient: what is frozen may change between a save
+    and a resume, and the groups do not.
+
+    Fused over the parameters themselves, or :class:`~reference_impl.masters.MasterAdamW` where masters are declared.
+    """
+    parameters = list(model.parameters())
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        eps=config.epsilon,
-        fused=True,
-    )
+    groups = [group for group in groups if group["params"]]
+    betas = (config.beta1, config.beta2)
+    shared = {"lr": config.learning_rate, "betas": betas, "eps": config.epsilon, "amsgrad": config.amsgrad}
+    if config.masters != "none":
+        return MasterAdamW(groups, **shared)
+    return torch.optim.AdamW(groups, **shared, fused=True)
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: Config) -> torch.optim.lr_scheduler.LambdaLR:

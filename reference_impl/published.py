@@ -1,17 +1,19 @@
 """Which checkpoints stand in a directory: names, wholeness, and the pointer to the newest.
 
 output_dir/
-  step_10/            whole: manifest.json lists every file and its size
+  step_10/            whole: manifest.json lists every file, its size and its SHA-256
   tmp_step_20/        a save that is not finished; never read
   latest -> step_10   for people and tools; :func:`newest_whole` does not depend on it
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
 MANIFEST = "manifest.json"
@@ -29,7 +31,7 @@ def temporary_name(step: int) -> str:
 def whole_checkpoints(root: Path) -> list[tuple[int, Path]]:
     """(step, directory) of every whole checkpoint, oldest first, in numeric order. Other names are never looked into."""
     found = []
-    for path in root.iterdir() if root.is_dir() else ():
+    for path in _entries(root):
         step = _step(path.name, "step_")
         if step is not None and not path.is_symlink() and not why_not_whole(path):
             found.append((step, path))
@@ -37,22 +39,33 @@ def whole_checkpoints(root: Path) -> list[tuple[int, Path]]:
 
 
 def newest_whole(root: Path) -> Path | None:
-    """The whole checkpoint with the highest step, or None.
+    """The whole checkpoint with the highest step, its bytes verified, or None. Says on stderr what it passed over, and why.
 
     A crash can fall between a rename and the pointer's update, so the directories decide, not the pointer.
     """
-    found = whole_checkpoints(root)
-    return found[-1][1] if found else None
+    found = [(step, path) for path in _entries(root) if (step := _step(path.name, "step_")) is not None and not path.is_symlink()]
+    for _, path in sorted(found, reverse=True):
+        wrong = why_not_whole(path, verify=True)
+        if wrong is None:
+            return path
+        print(f"passing over {path}: {wrong}", file=sys.stderr, flush=True)
+    return None
 
 
-def why_not_whole(directory: Path) -> str | None:
-    """What is wrong with a checkpoint directory, or None if its manifest's files are all there in full size."""
+def why_not_whole(directory: Path, *, verify: bool = False) -> str | None:
+    """What is wrong with a checkpoint directory, or None if its manifest's files are all there in full size.
+
+    ``verify`` reads every byte and compares checksums; a manifest of an older version that has none passes.
+    """
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
         for name, size in manifest["files"].items():
             seen = (directory / name).stat().st_size
             if seen != size:
                 return f"{directory / name} has {seen} bytes, its manifest says {size}"
+        for name, digest in manifest.get("sha256", {}).items() if verify else ():
+            if checksum(directory / name) != digest:
+                return f"{directory / name} does not have the bytes that were written"
     except OSError as error:
         return f"{error.filename}: {error.strerror}"
     except (ValueError, KeyError, AttributeError, TypeError) as error:
@@ -61,11 +74,12 @@ def why_not_whole(directory: Path) -> str | None:
 
 
 def seal(directory: Path) -> None:
-    """List every file and its size in the manifest, written last, and flush files and folders to storage."""
+    """List every file, its size and checksum in the manifest, written last, and flush files and folders to storage."""
     files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != MANIFEST)
     sizes = {str(path.relative_to(directory)): path.stat().st_size for path in files}
     with open(directory / MANIFEST, "w") as file:
-        json.dump({"files": sizes}, file, indent=1)
+        digests = {str(path.relative_to(directory)): checksum(path) for path in files}
+        json.dump({"files": sizes, "sha256": digests}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     for path in (*files, *(path for path in directory.rglob("*") if path.is_dir()), directory):
@@ -95,6 +109,12 @@ def leftovers(root: Path) -> list[Path]:
     return [path for path in root.iterdir() if any(_step(path.name, prefix) is not None for prefix in prefixes)]
 
 
+def checksum(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def flush(path: Path) -> None:
     """fsync a file or a folder."""
     handle = os.open(path, os.O_RDONLY)
@@ -102,6 +122,10 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _entries(root: Path) -> list[Path]:
+    return list(root.iterdir()) if root.is_dir() else []
 
 
 def _step(name: str, prefix: str) -> int | None:

@@ -13,7 +13,9 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
+# DCP's own error is no Exception but a BaseException: `except Exception` lets a failed write through.
 T = TypeVar("T")
 
 
@@ -76,7 +78,7 @@ def everywhere(runtime: Runtime, what: str, work: Callable[[], T]) -> T:
     failure: BaseException | None = None
     try:
         result = work()
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         failure = error
     said = None if failure is None else f"{type(failure).__name__}: {failure}"
     heard: list[str | None] = [None] * runtime.world
@@ -94,7 +96,7 @@ def on_rank_zero(runtime: Runtime, what: str, work: Callable[[], T]) -> T:
     if runtime.rank == 0:
         try:
             answer = [(work(), None)]
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             failure = error
             answer = [(None, f"{type(error).__name__}: {error}")]
     dist.broadcast_object_list(answer, src=0, group=runtime.control, device=torch.device("cpu"))

@@ -133,6 +133,19 @@ def load_optimizer_tensors(
     optimizer.load_state_dict(_numbered(targets, groups, optimizer))
 
 
+def refuse_other_policy(directory: Path, *, saved: Mapping[str, Any], declared: Mapping[str, Any]) -> None:
+    """Raise :class:`PrecisionDrift`, naming all dtypes of both, unless a saved precision policy is the declared one."""
+    kinds = {"parameters": "parameter_dtype", "moments": "moment_dtype", "masters": "master_dtype"}
+    before = {kind: saved.get(name, "none") for kind, name in kinds.items()}
+    now = {kind: declared[name] for kind, name in kinds.items()}
+    if before != now:
+        texts = [", ".join(f"{kind} {dtype}" for kind, dtype in policy.items()) for policy in (before, now)]
+        raise PrecisionDrift(
+            f"{directory} was saved with {texts[0]}; this run declares {texts[1]}; a checkpoint is never cast on its way: "
+            "declare what was saved, or start in another output_dir"
+        )
+
+
 def load_streams(directory: Path, *, group: dist.ProcessGroup) -> list[torch.Tensor]:
     """Every saved rank's random streams (uint8), indexed by rank."""
     saved = _entries(directory, "rng.rank_")

@@ -64,7 +64,9 @@ class Trainer:
         self.directory = models.resolve_model(self.config.model)
         self.tokenizer = models.load_tokenizer(self.directory)
         self.tokenization = Tokenization.declared(self.config, self.tokenizer)
-        self.model = self.shard(self.build_model())
+        model = self.build_model()
+        models.freeze(model, self.config.frozen)
+        self.model = self.shard(model)
         self.cast_parameters()
         self.optimizer = self.build_optimizer()
         self.scheduler = self.build_scheduler()
@@ -82,7 +84,13 @@ class Trainer:
         return models.shard_model(model.to(self.runtime.device), self.mesh(), self.config)
 
     def mesh(self) -> DeviceMesh:
-        return init_device_mesh(self.runtime.device.type, (self.runtime.world,), mesh_dim_names=("shard",))
+        """One dimension over all ranks; with ``replicas``, (replicate, shard)."""
+        world, replicas = self.runtime.world, self.config.replicas
+        if replicas == 1:
+            return init_device_mesh(self.runtime.device.type, (world,), mesh_dim_names=("shard",))
+        if world % replicas:
+            raise ConfigError(f"replicas={replicas} does not divide the {world} ranks of this world")
+        return init_device_mesh(self.runtime.device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
 
     def build_optimizer(self) -> torch.optim.Optimizer:
         return build_optimizer(self.model, self.config)
@@ -103,7 +111,8 @@ class Trainer:
         """One optimizer step over ``accumulation_steps`` micro-batches.
 
         Returns ``loss`` (mean over all queries of all ranks), ``lr`` (used in this step), ``grad_norm`` (global, before
-        clipping), ``samples`` and ``positions`` (ids, and places in the run, that this rank consumed), ``seconds``.
+        clipping), ``samples`` and ``positions`` (ids, and places in the run, that this rank consumed), ``consumed`` and
+        ``epoch`` (of all ranks, after it), ``seconds``.
         """
         started = time.perf_counter()
         self.model.train()
@@ -127,6 +136,8 @@ class Trainer:
             "grad_norm": grad_norm,
             "samples": [sample for batch in micro_batches for sample in batch.samples],
             "positions": [position for batch in micro_batches for position in batch.positions],
+            "consumed": self.batches.consumed,
+            "epoch": self.batches.epoch,
             "seconds": time.perf_counter() - started,
         }
 
@@ -175,9 +186,12 @@ class Trainer:
             "data": self.batches.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "optimizer_groups": state.optimizer_groups(self.model, self.optimizer),
-            "parameter_dtype": self.config.parameters,
-            "moment_dtype": self.config.moments,
+            **self.precision_policy(),
         }
+
+    def precision_policy(self) -> dict[str, str]:
+        config = self.config
+        return {"parameter_dtype": config.parameters, "moment_dtype": config.moments, "master_dtype": config.masters}
 
     # Resuming.
 
@@ -190,6 +204,7 @@ class Trainer:
         path = self.checkpointer.latest()
         if path is None:
             return False
+        self.refuse_other_precision(path)
         self.load_model(path)
         self.cast_parameters()
         self.load_optimizer(path)
@@ -197,6 +212,10 @@ class Trainer:
         self.load_progress(path)
         self.check_moments(path)
         return True
+
+    def refuse_other_precision(self, path: Path) -> None:
+        """Raise unless the checkpoint's precision policy is this run's; before anything of this run has changed."""
+        state.refuse_other_policy(path, saved=read_progress(path), declared=self.precision_policy())
 
     def load_model(self, path: Path) -> None:
         state.load_model_tensors(self.model, path / SHARDS, dtype=self.parameter_dtype, group=self.runtime.control)

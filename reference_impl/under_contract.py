@@ -29,10 +29,20 @@ class Reference(Trainer, Implementation):
         Capability.ASYNC_PROCESS,
         Capability.PUBLISH,
         Capability.COMPANIONS,
+        Capability.RETENTION,
+        Capability.INTEGRITY,
         Capability.KEY_MAPPING,
+        Capability.RESHARD,
+        Capability.HYBRID_SHARDING,
+        Capability.RANDOM_STREAMS,
+        Capability.SAMPLES,
+        Capability.BFLOAT16_POLICY,
+        Capability.MASTER_WEIGHTS,
+        Capability.DECLARED_DTYPES,
     }
     layout = Layout(
-        companions=("tokenizer.json", "tokenizer_config.json", "config.json", "run.json", "tokenization.json", "progress.json")
+        companions=("tokenizer.json", "tokenizer_config.json", "config.json", "run.json", "tokenization.json", "progress.json"),
+        pointer="latest",
     )
     checkpointer_class: type[Checkpointer] = Checkpointer
 
@@ -43,6 +53,12 @@ class Reference(Trainer, Implementation):
     def make_checkpointer(self) -> Checkpointer:
         config = self.config
         return self.checkpointer_class(config.output_dir, self.runtime, mode=config.save_mode, keep=config.keep_checkpoints)
+
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        optimizer = super().build_optimizer()
+        if self.case.optimizer.empty_group:
+            optimizer.param_groups.insert(1, {**optimizer.param_groups[-1], "params": []})
+        return optimizer
 
     def key_mapping(self, published: PublishedNames) -> Mapping | None:
         return Mapping(published) if published.config.get("model_type") in ("bert", "llama") else None
@@ -84,8 +100,11 @@ def configure(case: Case, place: Place) -> Config:
 
 def _options(case: Case, place: Place) -> dict[str, Any]:
     optimizer, precision = case.optimizer, case.precision
-    if case.data.global_batch % place.ranks:
-        raise ValueError(f"a global batch of {case.data.global_batch} queries does not divide over {place.ranks} ranks")
+    if case.data.global_batch % (place.ranks * optimizer.accumulation):
+        raise ValueError(
+            f"a global batch of {case.data.global_batch} queries does not divide over {place.ranks} ranks that accumulate "
+            f"{optimizer.accumulation} micro-batches"
+        )
     return {
         "model": str(place.model),
         "data": str(place.records),
@@ -103,10 +122,14 @@ def _options(case: Case, place: Place) -> dict[str, Any]:
         "schedule": "linear",
         "warmup_steps": optimizer.warmup_steps,
         "weight_decay": optimizer.weight_decay,
+        "amsgrad": optimizer.amsgrad,
         "parameter_dtype": precision.parameters,
         "moment_dtype": precision.moments,
+        "master_dtype": precision.masters,
         "compute_dtype": precision.compute,
         "reduce_dtype": precision.reduce,
+        "frozen": case.model.frozen,
+        "replicas": place.mesh[0] if place.mesh else 1,
         "checkpoint_every_steps": 0,
         "save_mode": case.checkpoint.mode,
         "keep_checkpoints": case.checkpoint.keep_latest or 1_000_000,

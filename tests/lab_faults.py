@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -21,7 +22,7 @@ from contracts.trainer import CheckpointerOnly
 class Honest(CheckpointerOnly):
     """Rank 0 writes a tokenizer and one tensor under the final name, and everybody waits for it."""
 
-    capabilities = {Capability.TRAIN, Capability.COMPANIONS}
+    capabilities = frozenset({Capability.TRAIN, Capability.COMPANIONS})
     layout = Layout(companions=("tokenizer.json",))
 
     @property
@@ -116,6 +117,18 @@ class WritesFourFiles(Honest):
         mine.mkdir()
         for name in "abcd":
             (mine / name).write_text(name)
+
+
+class RemovesATree(Honest):
+    """Rank 0 makes a small tree and removes it."""
+
+    def save(self, *, final: bool = False) -> None:
+        if self.place.rank == 0:
+            tree = self.place.root / "tree"
+            (tree / "below").mkdir(parents=True)
+            (tree / "below" / "file").write_text("soon gone")
+            shutil.rmtree(tree)
+        dist.barrier()
 
 
 class WritesFromItsChildren(Honest):

@@ -1,4 +1,4 @@
-"""A case is plain data: it goes to JSON and back, says what is wrong with a file, reads as a script, and is drawn the same again."""
+"""A case is plain data: it goes to JSON and back, names what is wrong in a file, reads as a script, and is drawn again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,21 @@ from hypothesis import strategies as st
 
 from contracts import published_names
 from contracts.case import (
-    Case, Checkpoint, Data, Finalize, Generation, Hold, Kill, MapNames, Model, Optimizer, Overwrite, Precision, Resume, Save, Train,
+    Case,
+    Checkpoint,
+    Data,
+    Finalize,
+    Generation,
+    Hold,
+    Kill,
+    MapNames,
+    Model,
+    Optimizer,
+    Overwrite,
+    Precision,
+    Resume,
+    Save,
+    Train,
 )  # fmt: skip
 from contracts.implementation import Capability, Layout
 from contracts.strategies import INTERRUPTED_RUNS, MAPPINGS, SAVED_RUNS, Cases, Scope
@@ -30,7 +44,9 @@ def any_case() -> st.SearchStrategy[Case]:
         st.builds(Overwrite, st.floats(allow_nan=False)), st.builds(MapNames, st.text()),
     )  # fmt: skip
     faults = st.one_of(
-        st.builds(Hold, rank=st.integers(0, ranks - 1), at=st.text(), until=st.text(), grace=st.floats(0, 1), at_most=st.floats(0, 9)),
+        st.builds(
+            Hold, rank=st.integers(0, ranks - 1), at=st.text(), until=st.text(), grace=st.floats(0, 1), at_most=st.floats(0, 9)
+        ),
         st.builds(Kill, rank=st.integers(0, ranks - 1), event=st.integers(0, 99)),
     )
     generations = st.builds(
@@ -40,7 +56,7 @@ def any_case() -> st.SearchStrategy[Case]:
     parts = {"model": Model, "optimizer": Optimizer, "precision": Precision, "checkpoint": Checkpoint, "data": Data}
     return st.builds(
         Case, generations=st.lists(generations, min_size=1, max_size=3).map(tuple), seed=st.integers(),
-        **{name: st.from_type(kind).filter(lambda part: part == part) for name, kind in parts.items()},
+        **{name: st.from_type(kind).filter(lambda part: "nan" not in repr(part)) for name, kind in parts.items()},
     )  # fmt: skip
 
 
@@ -97,14 +113,23 @@ def generation(**changes) -> dict:
         (generation(ranks=0), "case.*at least one rank, got 0"),
         (generation(steps=[]), "case.*at least one step"),
         (generation(steps=[{"do": "Sleep"}]), 'case.generations[0].steps[0]: expected an object with "do" one of Train, Save'),
-        (generation(steps=["Train"]), "case.generations[0].steps[0]: expected an object with \"do\" one of"),
-        (generation(steps=[{"do": "Kill", "rank": 0, "event": 1}]), 'case.generations[0].steps[0]: expected an object with "do" one of'),
-        (generation(steps=[{"do": "Train"}, {"do": "Train", "count": 1}]), "case.generations[0].steps[1]: unknown field 'count'"),
+        (generation(steps=["Train"]), 'case.generations[0].steps[0]: expected an object with "do" one of'),
+        (
+            generation(steps=[{"do": "Kill", "rank": 0, "event": 1}]),
+            'case.generations[0].steps[0]: expected an object with "do" one of',
+        ),
+        (
+            generation(steps=[{"do": "Train"}, {"do": "Train", "count": 1}]),
+            "case.generations[0].steps[1]: unknown field 'count'",
+        ),
         (generation(steps=[{"do": "Save", "final": 1}]), "case.generations[0].steps[0].final: expected bool, got 1"),
         (generation(faults=[{"do": "Kill", "rank": 0}]), "case.generations[0].faults[0]: .*missing .*'event'"),
         (generation(faults=[{"do": "Kill", "rank": 2, "event": 0}]), "case.*names rank 2 of 2"),
         (generation() | {"model": {"layers": None}}, "case.model.layers: expected int, got None"),
-        (generation() | {"checkpoint": {"mode": "later"}}, "case.checkpoint.mode: expected one of sync, thread, process, got 'later'"),
+        (
+            generation() | {"checkpoint": {"mode": "later"}},
+            "case.checkpoint.mode: expected one of sync, thread, process, got 'later'",
+        ),
         (generation() | {"checkpoint": {"mode": []}}, "case.checkpoint.mode: expected one of sync, thread, process, got []"),
     ],
 )
@@ -144,7 +169,9 @@ def test_a_case_reads_as_a_script():
     case = Case(
         generations=(
             Generation(
-                ranks=2, steps=(Train(2), Save(), Overwrite(), Finalize()), faults=(Hold(rank=1, at="x$", until="finalize-begins"),)
+                ranks=2,
+                steps=(Train(2), Save(), Overwrite(), Finalize()),
+                faults=(Hold(rank=1, at="x$", until="finalize-begins"),),
             ),
             Generation(ranks=1, steps=(Resume(), Train(3), Save(final=True)), faults=(Kill(rank=0, event=4),)),
             Generation(ranks=2, steps=(MapNames("bert"),), root="twin"),

@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 
 from contracts.checkpoint_dir import CheckpointDirectory, StoredTensor, read
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 
@@ -159,7 +158,9 @@ def test_a_safetensors_file_that_is_cut_short_is_named_with_both_sizes(tmp_path,
     assert read(tmp_path).problems == (f"model.safetensors has {size - cut} bytes; its header describes {size}",)
 
 
-@pytest.mark.parametrize("content", [b"", b"1234", struct.pack("<Q", 1 << 60), struct.pack("<Q", 4) + b"{{{{", struct.pack("<Q", 2) + b"[]"])
+@pytest.mark.parametrize(
+    "content", [b"", b"1234", struct.pack("<Q", 1 << 60), struct.pack("<Q", 4) + b"{{{{", struct.pack("<Q", 2) + b"[]"]
+)
 def test_a_safetensors_file_whose_header_is_damaged_is_named(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
     (problem,) = read(tmp_path).problems
@@ -169,7 +170,9 @@ def test_a_safetensors_file_whose_header_is_damaged_is_named(tmp_path, content):
 @given(st.data())
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_damage_to_metadata_is_an_exception(saved, data):
-    whole = (saved / ".metadata.whole").read_bytes() if (saved / ".metadata.whole").exists() else (saved / ".metadata").read_bytes()
+    whole = (
+        (saved / ".metadata.whole").read_bytes() if (saved / ".metadata.whole").exists() else (saved / ".metadata").read_bytes()
+    )
     (saved / ".metadata.whole").write_bytes(whole)
     damaged = bytearray(whole)
     for _ in range(data.draw(st.integers(1, 4))):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # noqa: F401  torch imports it to report a rank's failure: 1.2 s in each rank if not done before the fork
+import torch._dynamo  # torch imports it to report a rank's failure: 1.2 s in each rank if not done before the fork
 import torch.distributed as dist
 
 from contracts.torchrun import Launch, LaunchError, RankOutcome, launch
@@ -81,11 +81,16 @@ def write_environment(folder: str) -> None:
 
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
 def test_every_rank_returns_and_has_the_whole_torchrun_environment(tmp_path, start_method):
-    result = launch(write_environment, 2, args=(str(tmp_path),), start_method=start_method, env={"GREETING": "hello"}, timeout=120)
+    result = launch(
+        write_environment, 2, args=(str(tmp_path),), start_method=start_method, env={"GREETING": "hello"}, timeout=120
+    )
     assert result.ok, result.explain()
     assert [outcome.status for outcome in result.outcomes] == ["returned", "returned"]
     seen = [dict(line.split("=") for line in (tmp_path / f"{r}.txt").read_text().splitlines()) for r in (0, 1)]
-    assert [(one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"], one["total"]) for one in seen] == [("0", "0", "2", "2"), ("1", "1", "2", "2")]
+    assert [(one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"], one["total"]) for one in seen] == [
+        ("0", "0", "2", "2"),
+        ("1", "1", "2", "2"),
+    ]
     assert seen[0]["MASTER_PORT"] == seen[1]["MASTER_PORT"]
     assert all(one["MASTER_ADDR"] and one["TORCHELASTIC_RUN_ID"] and one["GREETING"] == "hello" for one in seen)
     assert "GREETING" not in os.environ
@@ -416,7 +421,7 @@ def test_a_count_or_timeout_that_is_not_positive_is_refused(bad):
 
 def test_another_platform_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(RuntimeError, match="this is darwin. Use a Linux machine"):
+    with pytest.raises(RuntimeError, match=r"this is darwin\. Use a Linux machine"):
         launch(os.getpid)
 
 
@@ -430,14 +435,16 @@ def test_a_function_that_cannot_be_spawned_is_explained_by_the_agents_own_words(
 
 
 def a_stack(file: str, function: str, *, current: bool = False) -> str:
-    return f'{"Current thread" if current else "Thread"} 0x00007f (most recent call first):\n  File "{file}", line 1 in {function}\n'
+    thread = "Current thread" if current else "Thread"
+    return f'{thread} 0x00007f (most recent call first):\n  File "{file}", line 1 in {function}\n'
 
 
 IN_A_COLLECTIVE = "/site-packages/torch/distributed/distributed_c10d.py"
 
 
 @pytest.mark.parametrize(
-    ("main", "helper", "waits"), [(IN_A_COLLECTIVE, "work.py", True), ("work.py", IN_A_COLLECTIVE, False), ("a.py", "b.py", False)]
+    ("main", "helper", "waits"),
+    [(IN_A_COLLECTIVE, "work.py", True), ("work.py", IN_A_COLLECTIVE, False), ("a.py", "b.py", False)],
 )
 def test_a_rank_waits_for_its_peers_when_its_main_thread_does(main, helper, waits):
     stacks = a_stack(helper, "saves") + "\n" + a_stack(main, "main", current=True)

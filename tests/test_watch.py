@@ -60,7 +60,12 @@ def test_both_ends_of_a_rename_share_a_cookie(tree):
     (tree.root / "tmp_step_1").rename(tree.root / "step_1")
     tree.seen()
     gone, come = tree.watch.events[-2:]
-    assert (gone["operation"], gone["path"], come["operation"], come["path"]) == ("moved-from", "tmp_step_1", "moved-to", "step_1")
+    assert (gone["operation"], gone["path"], come["operation"], come["path"]) == (
+        "moved-from",
+        "tmp_step_1",
+        "moved-to",
+        "step_1",
+    )
     assert gone["cookie"] == come["cookie"] != 0
     assert gone["directory"] and come["directory"]
 

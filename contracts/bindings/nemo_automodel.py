@@ -61,6 +61,9 @@ class NemoAutomodel(CheckpointerOnly):
         Capability.ASYNC_PROCESS,
         Capability.PUBLISH,
         Capability.COMPANIONS,
+        Capability.RESHARD,
+        Capability.HYBRID_SHARDING,
+        Capability.SAMPLES,
     }
     layout = Layout(
         published=r"epoch_\d+_step_(?P<step>\d+)",

@@ -24,6 +24,10 @@ class TorchDCP(CheckpointerOnly):
         Capability.ASYNC_PROCESS,
         Capability.PUBLISH,
         Capability.COMPANIONS,
+        Capability.RESHARD,
+        Capability.HYBRID_SHARDING,
+        Capability.SAMPLES,
+        Capability.BFLOAT16_POLICY,
     }
     layout = Layout(companions=("tokenizer.json", "tokenizer_config.json", "config.json", "trainer.json"))
 

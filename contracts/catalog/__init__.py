@@ -1,5 +1,5 @@
 """The catalogue: one module per family, one function per contract. Importing it fills the registry."""
 
-from contracts.catalog import keys, order, precision, publish, resume, writers
+from contracts.catalog import crash, keys, order, precision, publish, reshard, resume, retention, writers
 
-__all__ = ["keys", "order", "precision", "publish", "resume", "writers"]
+__all__ = ["crash", "keys", "order", "precision", "publish", "reshard", "resume", "retention", "writers"]

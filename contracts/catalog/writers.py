@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 
-from contracts.judging import Check, contract
 from contracts.history import Event, GenerationHistory, History
 from contracts.implementation import Capability
-from contracts.strategies import SAVED_RUNS
+from contracts.judging import Check, NotApplicable, contract
+from contracts.saves import step_of
+from contracts.strategies import FAILED_SAVES, SAVED_RUNS
 
 
 @contract(cases=SAVED_RUNS, needs={Capability.TRAIN, Capability.COMPANIONS})
@@ -49,6 +51,104 @@ def visible_on_return(history: History, check: Check) -> None:
                     continue
                 late = [event for event in its if event.order > first.order]
                 check(not late, f"save of step {first.step} returned on rank {first.rank} before {its[-1].path} was complete")
+
+
+@contract(cases=SAVED_RUNS, needs={Capability.TRAIN})
+def one_writer_per_path(history: History, check: Check) -> None:
+    """Over a whole run each path has one rank that writes it, whatever file it is.
+
+    Two writers of one path leave a mixture of both, or the shorter one's end of the longer.
+
+    Seen: huggingface/peft#907.
+    """
+    for generation in history.generations:
+        for path, ranks in sorted(generation.writers.items()):
+            if not path.endswith(".lock"):
+                check(len(ranks) == 1, f"{path} was written by ranks {', '.join(map(str, sorted(ranks)))}")
+
+
+@contract(cases=SAVED_RUNS, needs={Capability.TRAIN, Capability.PUBLISH})
+def collectives_on_every_rank(history: History, check: Check) -> None:
+    """Every rank enters the save and comes out of it, and what each rank held is in the checkpoint.
+
+    A save that one rank alone enters waits for ever, or holds that rank's part of the model.
+
+    Seen: microsoft/DeepSpeed#797.
+    """
+    for generation in history.generations:
+        begins = {rank: len(generation.of("save-begins", rank=rank)) for rank in range(generation.case.ranks)}
+        returns = {rank: len(generation.of("save-returns", rank=rank)) for rank in range(generation.case.ranks)}
+        for rank in filter(begins.get, begins):
+            stuck = f"rank {rank} entered save {begins[rank]} and did not come out of it"
+            check(returns[rank] == begins[rank], f"{stuck}: {(generation.failure or '').splitlines()[:1]}")
+        if generation.failure:
+            continue
+        saved = {snapshot.step: snapshot for snapshot in generation.snapshots("saving")}
+        for name, checkpoint in generation.disk.items():
+            snapshot = saved.get(step_of(name, history.layout))
+            for state in snapshot.ranks if snapshot else ():
+                for parameter, shard in state.parameters.items():
+                    if shard.local.numel() and not (pieces := _pieces(checkpoint, parameter)):
+                        continue  # stored under a name of its own; that is the business of published-is-whole
+                    held = shard.local.numel()
+                    stored = sum(_overlap(shard, *piece) for piece in pieces) if held else 0
+                    check(stored >= held, f"{name} holds {stored} of the {held} elements of {parameter} that rank {state.rank} had")
+
+
+@contract(cases=FAILED_SAVES, needs={Capability.TRAIN, Capability.PUBLISH})
+def failure_reaches_everyone(history: History, check: Check) -> None:
+    """When one rank cannot write, `save` or `finalize` raises on every rank, within seconds.
+
+    A peer that is not told waits in its next collective until a time-out of many minutes ends the job.
+
+    Seen: NVIDIA-NeMo/Automodel#1601, NVIDIA-NeMo/Automodel#3686.
+    """
+    generation = history.generations[0]
+    failed = [line for line in generation.fired if line["fault"] == "Fail"]
+    if not failed or generation.case.ranks == 1:
+        raise NotApplicable("no rank failed beside others")
+    where = f"rank {failed[0]['rank']} could not write {failed[0]['paths'][0]}"
+    gave_up = min((event.order for event in generation.of("gave-up")), default=float("inf"))
+    for rank in range(generation.case.ranks):
+        raised = [event for event in generation.of("raised", rank=rank) if event.order < gave_up]
+        last = [event.kind for event in generation.events if event.rank == rank and event.kind.endswith(("begins", "returns"))][-1:]
+        check(raised, f"{where}, and rank {rank} did not raise for seconds; the last it said was {', '.join(last)}")
+
+
+@contract(cases=SAVED_RUNS, needs={Capability.TRAIN, Capability.PUBLISH})
+def one_publisher(history: History, check: Check) -> None:
+    """Exactly one rank gives a checkpoint its final name, or takes away the mark that says it is not whole.
+
+    Ranks that race for the rename fail by turns, and on a shared file system one may rename onto what another published.
+
+    Seen: huggingface/transformers#28015, huggingface/transformers#36076.
+    """
+    for generation in history.generations:
+        publishers: dict[str, list[int]] = {}
+        for event in generation.of("attempt"):
+            path = event.paths[-1] if event.operation == "rename" else event.paths[0]
+            name, _, below = path.partition("/")
+            if step_of(name, history.layout) < 0:
+                continue
+            if (event.operation == "rename" and not below) or (event.operation == "remove" and below == history.layout.incomplete):
+                publishers.setdefault(name, []).append(event.rank)
+        for name, ranks in publishers.items():
+            check(len(set(ranks)) == 1, f"{name} was given its name by ranks {', '.join(map(str, sorted(set(ranks))))}")
+
+
+def _pieces(checkpoint, parameter: str) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offsets, sizes) of the stored pieces of a parameter, moments left out; none where its key cannot be told."""
+    named = re.compile(rf"(?:^|[.:/|]){re.escape(parameter)}$")
+    keys = [key for key in checkpoint.tensors if named.search(key) and not re.search(r"optim|exp_avg|state|master", key)]
+    return [(offsets, sizes) for key in keys[:1] for offsets, sizes, _ in checkpoint.tensors[key].chunks]
+
+
+def _overlap(shard, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+    """Elements that a stored piece and a rank's shard have in common."""
+    common = 1
+    for its, length, offset, size in zip(shard.offset, shard.local.shape, offsets, sizes, strict=True):
+        common *= max(0, min(its + length, offset + size) - max(its, offset))
+    return common
 
 
 def _companions(generation: GenerationHistory, history: History) -> Iterator[Event]:

@@ -9,6 +9,7 @@ The module is imported by `sitecustomize` in spawned writer processes too, so it
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
@@ -25,6 +26,7 @@ JOB_VARIABLE = "FSDP_CONTRACTS_JOB"
 """Names the file that describes the running generation; spawned processes find their way by it."""
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_CREATES = {"open", "mkdir", "symlink", "link"}
 _PATH_EVENTS = {"os.rename": 2, "os.remove": 1, "os.mkdir": 1, "os.rmdir": 1, "os.link": 2, "os.symlink": 2, "os.truncate": 1}
 
 
@@ -37,14 +39,18 @@ class FileEvents:
         self.marks = self.evidence / "marks"
         self.ranks = job["ranks"]
         self.rank = rank
-        faults = [fault for fault in job["faults"] if fault["rank"] == rank]
+        faults = [fault for fault in job["faults"] if fault.get("rank") == rank]
         self.holds = [fault for fault in faults if fault["do"] == "Hold"]
         # A rank's processes count their events each for itself; the rank's own count says when it is killed.
         self.kills = [fault for fault in faults if fault["do"] == "Kill"] if is_rank else []
+        self.fails = [fault for fault in faults if fault["do"] == "Fail"]
         self._begin()
 
     def _begin(self) -> None:
         self.count = 0
+        self.seen: dict[int, int] = {}
+        """How many events each fault has counted, by its identity."""
+        self.failing: dict[str, Any] | None = None
         self.lock = threading.Lock()
         self.busy = threading.local()
         self.log = os.open(self.evidence / f"files-{os.getpid()}.jsonl", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
@@ -64,6 +70,9 @@ class FileEvents:
             if isinstance(path, int) or not (flags or 0) & _WRITES:
                 return
             self.happened("open", path)
+        elif event in ("os.remove", "os.rmdir") and args[1] != -1:
+            # `shutil.rmtree` names what it removes relative to an open directory.
+            self.happened(event.removeprefix("os."), f"/proc/self/fd/{args[1]}/{os.fsdecode(args[0])}")
         elif event in _PATH_EVENTS:
             self.happened(event.removeprefix("os."), *args[: _PATH_EVENTS[event]])
 
@@ -78,11 +87,18 @@ class FileEvents:
                 return
             with self.lock:
                 number, self.count = self.count, self.count + 1
+                due = (kill for kill in self.kills if any(re.search(kill["at"], name) for name in inside) and self._is_due(kill))
+                kill = next(due, None)
+                if self.failing is None and operation == "open":
+                    due = (fail for fail in self.fails if re.search(fail["at"], inside[0]) and self._is_due(fail))
+                    self.failing = next(due, None)
+            fail = self.failing if operation in _CREATES else None
             line = {"operation": operation, "paths": inside, "rank": self.rank, "pid": os.getpid(), "number": number}
+            if fault := kill or fail:
+                line["fault"] = fault["do"]
             os.write(self.log, (json.dumps(line) + "\n").encode())
-            for kill in self.kills:
-                if kill["event"] == number:
-                    os.kill(os.getpid(), signal.SIGKILL)
+            if kill:
+                os.kill(os.getpid(), signal.SIGKILL)
             for hold in list(self.holds):
                 if operation == "open" and re.search(hold["at"], inside[0]):
                     self.holds.remove(hold)
@@ -90,8 +106,22 @@ class FileEvents:
             # As an event's mark does, this places the attempt among what inotify sees; a hold comes before it.
             mark = self.marks / f"{self.rank}.{os.getpid()}-{number}.attempt"
             os.close(os.open(mark, os.O_CREAT | os.O_WRONLY))
+            if fail:
+                # What an audit hook raises reaches the caller of `open` in its place.
+                code = getattr(errno, fail["error"])
+                raise OSError(code, os.strerror(code), os.fsdecode(paths[0]))
         finally:
             self.busy.here = False
+
+    def _is_due(self, fault: dict[str, Any]) -> bool:
+        """Count one event for a fault; whether it is the one."""
+        if fault["save"]:
+            begun = sum(name.startswith(f"{self.rank}.") and name.endswith(".save-begins") for name in os.listdir(self.marks))
+            if begun < fault["save"]:
+                return False
+        number = self.seen.get(id(fault), 0)
+        self.seen[id(fault)] = number + 1
+        return number == fault["event"]
 
     def _relative(self, path: Any) -> str | None:
         try:

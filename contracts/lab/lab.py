@@ -17,9 +17,10 @@ from typing import Any
 
 import contracts
 from contracts import checkpoint_dir
-from contracts.case import Case
+from contracts.case import Case, Tamper
 from contracts.history import History
 from contracts.implementation import Layout
+from contracts.lab import tamper
 from contracts.lab.leases import exclusive, lease
 from contracts.lab.watch import Watch
 
@@ -90,7 +91,8 @@ class Lab:
         name = implementation or self.implementation
         about = self.about(name)
         where = self.directory / "histories" / f"{name.replace(':', '.')}-{self.device}-{case.key}"
-        with exclusive(where.with_suffix(".lock")):
+        # Not `with_suffix`: the name has dots, and every case of a module would share one lock.
+        with exclusive(where.with_name(f"{where.name}.lock")):
             if not (where / "complete").exists():
                 shutil.rmtree(where, ignore_errors=True)
                 where.mkdir(parents=True)
@@ -123,6 +125,7 @@ class Lab:
                 "faults": case.to_json()["generations"][number]["faults"],
             }
             job_file.write_text(json.dumps(details))
+            tampered = [tamper.apply(fault, root, layout) for fault in generation.faults if isinstance(fault, Tamper)]
             watch = Watch({"marks": evidence / "marks", "root": root})
             with contextlib.closing(watch), lease(self.device, generation.ranks) as slots:
                 env = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -145,7 +148,8 @@ class Lab:
             with open(evidence / "outside.jsonl", "w") as file:
                 file.writelines(json.dumps(event) + "\n" for event in watch.events)
             notes = ["inotify's queue overflowed: file events are missing"] if watch.overflowed else []
-            done = {"launch": reply["launch"], "disk": _published(root, layout), "notes": notes}
+            done = {"launch": reply["launch"], "disk": _published(root, layout), "notes": notes, "tampered": tampered}
+            done |= {"names": _names(root), "pointer": _pointer(root, layout)}
             (evidence / "done.json").write_text(json.dumps(done))
 
     def _ask(self, job: dict[str, Any], timeout: float, watch: Watch | None = None) -> dict[str, Any]:
@@ -158,6 +162,20 @@ class Lab:
             raise
 
 
+def _packages_alone(directory: Path) -> Path:
+    """A folder that holds this project's packages and nothing else.
+
+    Another stack's interpreter imports them from there: the folder they are installed in may hold a torch of its own.
+    """
+    alone, home = directory / "packages", Path(contracts.__file__).parent.parent
+    alone.mkdir(exist_ok=True)
+    for name in ("contracts", "reference_impl"):
+        if (home / name).is_dir():
+            with contextlib.suppress(FileExistsError):
+                (alone / name).symlink_to(home / name)
+    return alone
+
+
 class _Parent:
     """The warm parent's process, and the pipe to it."""
 
@@ -165,7 +183,7 @@ class _Parent:
         directory.mkdir(parents=True, exist_ok=True)
         self.log = directory / f"parent-{os.getpid()}-{id(self):x}.log"
         reading, writing = os.pipe()
-        package = str(Path(contracts.__file__).parent.parent)
+        package = str(_packages_alone(directory))
         env = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, [*paths, package, os.getcwd(), os.environ.get("PYTHONPATH")])),
             "HF_HUB_OFFLINE": "1",
@@ -225,6 +243,26 @@ class _Parent:
 
     def _tail(self) -> str:
         return self.log.read_text(errors="replace")[-4000:]
+
+
+def _names(root: Path) -> dict[str, int]:
+    found = {}
+    for path in sorted(root.rglob("*")):
+        name = str(path.relative_to(root))
+        if path.is_dir() and not path.is_symlink():
+            found[f"{name}/"] = 0
+        else:
+            found[name] = path.lstat().st_size
+    return found
+
+
+def _pointer(root: Path, layout: Layout) -> str | None:
+    if layout.pointer is None:
+        return None
+    path = root / layout.pointer
+    if path.is_symlink():
+        return os.path.basename(os.readlink(path))
+    return os.path.basename(path.read_text().strip()) if path.is_file() else None
 
 
 def _published(root: Path, layout: Layout) -> dict[str, Any]:

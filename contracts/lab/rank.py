@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import importlib
 import json
 import os
 import sys
+import time
+import traceback
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from contracts import case as steps
 from contracts.implementation import Capability, Implementation, Place
 from contracts.lab.file_events import JOB_VARIABLE, FileEvents
-from contracts.lab.recorder import Recorder, watch_loads
+from contracts.lab.recorder import Recorder, reductions, watch_loads, watch_reductions
 
 SITE = Path(__file__).parent / "site"
+FAILURES = (Exception, CheckpointException)
+"""What a stack raises; DCP's own error is a BaseException."""
+ANSWER_SECONDS = 5.0
+"""How long a rank that raised waits for its peers to raise too; they have no collective to sit out."""
 COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=20)
 """Shorter than any deadline of the lab, so that a rank left alone says so itself."""
 
@@ -27,9 +35,12 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=20)
 def load(name: str) -> type[Implementation]:
     """Import `module:Class`; raises ImportError, or TypeError where it is no Implementation."""
     module, _, attribute = name.partition(":")
-    found = getattr(importlib.import_module(module), attribute or "", None)
+    imported = importlib.import_module(module)
+    found = getattr(imported, attribute or "", None)
     if not (isinstance(found, type) and issubclass(found, Implementation)):
-        raise TypeError(f"{name}: expected module:Class naming a subclass of contracts.Implementation, found {found!r}")
+        its = {k: v for k, v in vars(imported).items() if isinstance(v, type) and issubclass(v, Implementation)}
+        have = ", ".join(k for k, v in its.items() if v.__module__ == module) or "none"
+        raise TypeError(f"{module} has no implementation {attribute!r}; it has: {have}. Name module:Class")
     return found
 
 
@@ -51,7 +62,8 @@ def main(job_file: str) -> None:
     recorder = Recorder(evidence, rank)
     FileEvents(job, rank).install()
     watch_loads(recorder)
-    recorder.event("begins")
+    watch_reductions()
+    recorder.event("begins", pid=os.getpid())
     device = job["device"]
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -69,6 +81,8 @@ def main(job_file: str) -> None:
     )
     if generation.precision is not None:
         case = dataclasses.replace(case, precision=generation.precision)
+    if generation.frozen is not None:
+        case = dataclasses.replace(case, model=dataclasses.replace(case.model, frozen=generation.frozen))
     import contracts.models  # noqa: F401  registers the suite's own model, which any directory may hold
 
     implementation = load(job["implementation"])(case, place)
@@ -77,13 +91,37 @@ def main(job_file: str) -> None:
         recorder.attach(implementation)
         _require_fsdp(implementation, recorder)
         recorder.state("built")
+    may_fail = any(isinstance(fault, steps.Fail) for fault in generation.faults)
     for number, step in enumerate(generation.steps):
-        _take(step, implementation, recorder)
+        if isinstance(step, steps.Exit):
+            recorder.event("exits")
+            return
+        try:
+            _take(step, implementation, recorder)
+        except FAILURES as error:
+            if not may_fail:
+                raise
+            recorder.event("raised", step=number, error=f"{type(error).__name__}: {error}"[:2000])
+            _wait_for_answers(evidence / "marks", ranks, implementation, recorder)
+            return
         recorder.event("step-done", step=number)
     implementation.close()
     recorder.event("ends", imported=[name for name in sys.modules if name not in warm])
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _wait_for_answers(marks: Path, ranks: int, implementation: Implementation, recorder: Recorder) -> None:
+    """Stay until every rank has raised or ended: as soon as one is gone, its peers fail of that."""
+    end = time.monotonic() + ANSWER_SECONDS
+    while time.monotonic() < end:
+        names = [name.split(".") for name in os.listdir(marks)]
+        if len({name[0] for name in names if name[-1] in ("raised", "ends")}) == ranks:
+            with contextlib.suppress(*FAILURES):
+                implementation.close()
+            return
+        time.sleep(0.02)
+    recorder.event("gave-up")
 
 
 def _require_fsdp(implementation: Implementation, recorder: Recorder) -> None:
@@ -106,7 +144,10 @@ def _take(step: steps.Step, implementation: Implementation, recorder: Recorder) 
                 if lr is not None:
                     for group in implementation.optimizer.param_groups:
                         group["lr"] = lr
+                reductions.clear()
                 result = dict(implementation.train_step())
+                for (collective, dtype), elements in reductions.items():
+                    recorder.event("reduced", collective=collective, dtype=dtype, elements=elements)
                 recorder.event("trained", step=implementation.step, **{k: _number(v) for k, v in result.items()})
                 recorder.state("trained")
         case steps.Save(final):
@@ -139,6 +180,16 @@ def _take(step: steps.Step, implementation: Implementation, recorder: Recorder) 
                 elif parameter.requires_grad:
                     parameter.grad = torch.full_like(parameter, value)
             recorder.event("gradients-filled", value=value)
+        case steps.SetStepCount(value):
+            _set_step_count(implementation, value)
+            recorder.event("step-count-set", value=value)
+        case steps.ForgetMoments():
+            implementation.optimizer.state.clear()
+            recorder.event("moments-forgotten")
+        case steps.Retune(factor):
+            for number, group in enumerate(implementation.optimizer.param_groups, 1):
+                group["weight_decay"] *= factor * number
+                group["eps"] *= factor * number
         case steps.MapNames(source):
             _map_names(source, implementation, recorder)
 
@@ -147,8 +198,9 @@ def _resume_to_be_refused(implementation: Implementation, recorder: Recorder) ->
     recorder.state("before-refusal")
     try:
         implementation.resume()
-    except Exception as error:
-        recorder.event("resume-refused", error=f"{type(error).__name__}: {error}")
+    except FAILURES as error:
+        told = "".join(traceback.format_exception(error))[-20_000:]
+        recorder.event("resume-refused", error=f"{type(error).__name__}: {error}", traceback=told)
         recorder.state("refused")
     else:
         recorder.event("resume-returns", step=implementation.step)
@@ -169,6 +221,14 @@ def _overwrite(implementation: Implementation, value: float) -> None:
             for tensor in state.values():
                 if isinstance(tensor, torch.Tensor):
                     getattr(tensor, "_local_tensor", tensor).fill_(value)
+
+
+def _set_step_count(implementation: Implementation, value: int) -> None:
+    for holder in (*implementation.optimizer.state.values(), *implementation.optimizer.param_groups):
+        if isinstance(holder.get("step"), torch.Tensor):
+            holder["step"].fill_(value)
+        elif "step" in holder:
+            holder["step"] = type(holder["step"])(value)
 
 
 def _map_names(source: str, implementation: Implementation, recorder: Recorder) -> None:

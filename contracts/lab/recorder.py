@@ -72,10 +72,13 @@ class Recorder:
 
         names = {}
         for name, parameter in impl.model.named_parameters():
+            name = _unwrapped(name)
             names[parameter] = name
             add(f"parameter|{name}", parameter)
+            if parameter.grad is not None:
+                add(f"gradient|{name}", parameter.grad)
         for name, buffer in impl.model.named_buffers():
-            add(f"buffer|{name}", buffer)
+            add(f"buffer|{_unwrapped(name)}", buffer)
         numbers: dict[str, Any] = {}
         if impl.optimizer is not None:
             for parameter, state in impl.optimizer.state.items():
@@ -87,17 +90,27 @@ class Recorder:
                         numbers[f"{key}|{name}"] = value
         file = f"{self.rank}-{self.sequence}.safetensors"
         save_file(tensors, self.directory / "states" / file)
-        self.event("state", label=label, step=impl.step, file=file, places=places, numbers=numbers, **_small_state(impl))
+        self.event("state", label=label, step=impl.step, file=file, places=places, numbers=numbers, **_small_state(impl, names))
 
 
-def _small_state(impl: Implementation) -> dict[str, Any]:
+def _unwrapped(name: str) -> str:
+    """A parameter's name without what torch.compile and activation checkpointing put into it, which belongs in no checkpoint."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def _small_state(impl: Implementation, names: dict[torch.nn.Parameter, str]) -> dict[str, Any]:
     groups = []
     if impl.optimizer is not None:
         for group in impl.optimizer.param_groups:
-            groups.append({k: _plain(v) for k, v in group.items() if k != "params"} | {"size": len(group["params"])})
+            plain = {k: _plain(v) for k, v in group.items() if k != "params"}
+            groups.append(plain | {"size": len(group["params"]), "names": [names.get(p, "?") for p in group["params"]]})
     scheduler = impl.scheduler.state_dict() if impl.scheduler is not None else None
     random = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:16]
-    return {"groups": groups, "scheduler": _plain(scheduler), "random": random}
+    aliases: dict[torch.nn.Parameter, list[str]] = {}
+    for name, parameter in impl.model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(parameter, []).append(_unwrapped(name))
+    shared = sorted(sorted(its) for its in aliases.values() if len(its) > 1)
+    return {"groups": groups, "scheduler": _plain(scheduler), "random": random, "aliases": shared}
 
 
 def _plain(value: Any) -> Any:
@@ -108,6 +121,40 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else value.tolist()
     return value if isinstance(value, bool | int | float | str | None) else type(value).__name__
+
+
+reductions: dict[tuple[str, str], int] = {}
+"""Elements given to each collective that reduces gradients, by its name and their dtype, since this was last cleared."""
+
+
+def watch_reductions() -> None:
+    """Count what FSDP2 gives to its collectives. A scalar is no gradient: losses and norms are reduced as well."""
+    inside = threading.local()
+
+    def wrap(name: str, argument: str, position: int) -> None:
+        original = getattr(torch.distributed, name, None)
+        if original is None:
+            return
+
+        @functools.wraps(original)
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            given = kwargs[argument] if argument in kwargs else args[position]
+            if getattr(inside, "collective", False) or not isinstance(given, torch.Tensor) or given.numel() < 2:
+                return original(*args, **kwargs)
+            key = name, str(given.dtype).removeprefix("torch.")
+            reductions[key] = reductions.get(key, 0) + given.numel()
+            inside.collective = True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                inside.collective = False
+
+        setattr(torch.distributed, name, collective)
+
+    # FSDP2 looks them up in torch.distributed at each call; the first has had its new name since torch 2.13.
+    wrap("reduce_scatter_single", "input", 1)
+    wrap("reduce_scatter_tensor", "input", 1)
+    wrap("all_reduce", "tensor", 0)
 
 
 def watch_loads(recorder: Recorder) -> None:

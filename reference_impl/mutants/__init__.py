@@ -3,7 +3,7 @@
 A mutant overrides one method, says its mistake in one sentence, and names the contract that must catch it.
 """
 
-from reference_impl.mutants import keys, neighbours, order, precision, publish, resume, writers
+from reference_impl.mutants import crash, keys, neighbours, order, precision, publish, reshard, resume, retention, writers
 from reference_impl.mutants.registry import MUTANTS, NEIGHBOURS, names
 
-__all__ = ["MUTANTS", "NEIGHBOURS", "keys", "names", "neighbours", "order", "precision", "publish", "resume", "writers"]
+__all__ = ["MUTANTS", "NEIGHBOURS", "crash", "keys", "names", "neighbours", "order", "precision", "publish", "reshard", "resume", "retention", "writers"]

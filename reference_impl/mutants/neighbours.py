@@ -7,11 +7,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from contracts.published_names import PublishedNames
+from reference_impl import model as models
+from reference_impl.batches import Batches
 from reference_impl.checkpoint import Checkpointer
+from reference_impl.errors import UsageError
 from reference_impl.keys import Rule
+from reference_impl.masters import MasterAdamW
 from reference_impl.mutants.registry import neighbour
 from reference_impl.under_contract import Mapping, Reference
 
@@ -59,15 +64,6 @@ class FinalizesSlowly(Reference):
 
 
 @neighbour
-class WaitsInSave(Reference):
-    """Is asked for asynchronous saves and completes each before it returns."""
-
-    def save(self, *, final: bool = False) -> None:
-        super().save(final=final)
-        self.finalize()
-
-
-@neighbour
 class InstallsItsRulesTwice(Reference):
     """Installs every rename rule a second time, and one that matches nothing."""
 
@@ -88,3 +84,50 @@ class LoadsThroughDCPsStateDict(Reference):
         super().load_optimizer(path)
         state = get_optimizer_state_dict(self.model, self.optimizer)
         set_optimizer_state_dict(self.model, self.optimizer, state)
+
+
+@neighbour
+class MakesStateWhenItIsBuilt(Reference):
+    """Gives every parameter its moments, and its master, when the optimizer is built and not in the first step."""
+
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        optimizer = super().build_optimizer()
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+            if isinstance(optimizer, MasterAdamW):
+                optimizer.state[parameter] = optimizer.first_state(parameter, amsgrad=self.config.amsgrad)
+            else:
+                moments = ("exp_avg", "exp_avg_sq", *("max_exp_avg_sq",) * self.config.amsgrad)
+                zeros = {key: torch.zeros_like(parameter, requires_grad=False) for key in moments}
+                optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32), **zeros}
+        return optimizer
+
+
+@neighbour
+class RefusesInItsOwnWords(Reference):
+    """Refuses another precision policy with another error, and calls dtypes by their short names."""
+
+    def refuse_other_precision(self, path: Path) -> None:
+        try:
+            super().refuse_other_precision(path)
+        except UsageError as error:
+            raise RuntimeError(str(error).replace("bfloat16", "BF16").replace("float32", "FP32")) from None
+
+
+@neighbour
+class RecomputesActivations(Reference):
+    """Wraps each block for activation checkpointing, which puts a prefix into the names of its parameters."""
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        models.recompute_activations(model)
+        return super().shard(model)
+
+
+@neighbour
+class TakesSlicesFromTheEnd(Reference):
+    """Gives the last rank the first slice of each batch."""
+
+    def build_data(self) -> Batches:
+        batches = super().build_data()
+        take = batches.take_step
+        batches.take_step = lambda rank, world: take(world - 1 - rank, world)
+        return batches

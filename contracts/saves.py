@@ -1,0 +1,71 @@
+"""Reading saves out of a history: what was published when, what is whole, what a resume took."""
+
+from __future__ import annotations
+
+import re
+
+from contracts.case import Kill
+from contracts.checkpoint_dir import CheckpointDirectory
+from contracts.history import Event, GenerationHistory, History
+from contracts.implementation import Layout
+
+
+def publishes(event: Event, layout: Layout) -> bool:
+    """Whether a checkpoint counts as published from this file event on."""
+    name, _, below = event.path.partition("/")
+    if re.fullmatch(layout.published, name) is None:
+        return False
+    if layout.incomplete is not None:
+        return below == layout.incomplete and event.operation in ("deleted", "moved-from")
+    return not below and event.directory and event.operation in ("created", "moved-to")
+
+
+def step_of(name: str, layout: Layout) -> int:
+    """The step in a published checkpoint's name; -1 where it is none."""
+    found = re.fullmatch(layout.published, name)
+    return int(found["step"]) if found else -1
+
+
+def whole_steps(generation: GenerationHistory, layout: Layout, like: CheckpointDirectory | None = None) -> list[int]:
+    """Steps of the checkpoints that stand whole at the end of a generation, in order.
+
+    Whole is what our own reader finds no fault with; and where `like` is given, a whole checkpoint of the same run, what
+    has every file that it has.
+    """
+    wanted = set(like.files) if like else set()
+    return sorted(
+        step_of(name, layout)
+        for name, found in generation.disk.items()
+        if found.tensors and not found.problems and wanted <= set(found.files)
+    )
+
+
+def newest(generation: GenerationHistory, layout: Layout) -> CheckpointDirectory | None:
+    """The published checkpoint of the highest step at the end of a generation."""
+    return max(generation.disk.items(), key=lambda item: step_of(item[0], layout), default=("", None))[1]
+
+
+def resumed_step(generation: GenerationHistory) -> int | None:
+    """The step that the generation's first resume came back with on rank 0; None where it did not come back."""
+    returned = generation.of("resume-returns", rank=0)
+    return returned[0].step if returned else None
+
+
+def why(generation: GenerationHistory) -> str:
+    """One line on how a generation failed: it hangs, or what its first rank to fail said."""
+    if generation.launch.timed_out:
+        return "hangs: " + (generation.failure or "").splitlines()[0]
+    return "refuses to start: " + (generation.failure or "").splitlines()[0]
+
+
+def kill_point(generation: GenerationHistory) -> str | None:
+    """Where the generation's kill struck, in words; None where it never did."""
+    for line in generation.fired:
+        if line["fault"] == "Kill":
+            (fault,) = (fault for fault in generation.case.faults if isinstance(fault, Kill))
+            return f"rank {line['rank']} killed at event {fault.event}, before {line['operation']} {' → '.join(line['paths'])}"
+    return None
+
+
+def resumes_of(history: History) -> list[tuple[GenerationHistory, GenerationHistory]]:
+    return list(zip(history.generations, history.generations[1:], strict=False))

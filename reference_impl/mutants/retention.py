@@ -1,0 +1,130 @@
+"""Mutants of the family retention."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch.distributed as dist
+
+from reference_impl import published
+from reference_impl.checkpoint import Checkpointer
+from reference_impl.mutants.registry import mutant
+from reference_impl.runtime import on_rank_zero
+from reference_impl.under_contract import Reference
+
+
+def numbered(root: Path, pattern: str = "step_*") -> list[Path]:
+    """Directories by the digits in their names, whatever else is in these."""
+    found = [path for path in root.glob(pattern) if path.is_dir()]
+    return sorted(found, key=lambda path: int("".join(filter(str.isdigit, path.name)) or -1))
+
+
+@mutant(caught_by="retention.one-whole-always")
+class PrunesBeforePublishing(Reference):
+    """Makes room for the new checkpoint first, and then gives it its name."""
+
+    class checkpointer_class(Checkpointer):
+        def publish(self, directory: Path, step: int) -> None:
+            def remove_old() -> None:
+                found = published.whole_checkpoints(self.root)
+                for _, path in found[: max(0, len(found) - self.keep + 1)]:
+                    published.remove(path)
+
+            on_rank_zero(self.runtime, "pruning", remove_old)
+            super().publish(directory, step)
+
+
+@mutant(caught_by="retention.one-whole-always")
+class MovesThePointerToTheTemporaryName(Reference):
+    """Points `latest` at the temporary directory when it is written, and renames that one afterwards."""
+
+    class checkpointer_class(Checkpointer):
+        def publish(self, directory: Path, step: int) -> None:
+            super().publish(directory, step)
+            if self.runtime.rank == 0:
+                published.point(self.root, directory.name)
+            dist.barrier()
+
+
+@mutant(caught_by="retention.incomplete-never-counts")
+class CountsLeftovers(Reference):
+    """Counts every directory with a step in its name, those of interrupted saves too, and never clears any."""
+
+    class checkpointer_class(Checkpointer):
+        def begin(self, step: int) -> Path | None:
+            (directory := self.root / published.temporary_name(step)).mkdir(parents=True, exist_ok=True)
+            dist.barrier()
+            return directory
+
+        def prune(self) -> None:
+            def remove_old() -> None:
+                for path in numbered(self.root, "*step_*")[: -self.keep]:
+                    shutil.rmtree(path)
+
+            on_rank_zero(self.runtime, "pruning", remove_old)
+
+
+@mutant(caught_by="retention.foreign-names-untouched")
+class RemovesWhateverLooksLikeAStep(Reference):
+    """Takes every directory that begins with `step_` for a checkpoint of its own when it prunes."""
+
+    class checkpointer_class(Checkpointer):
+        def prune(self) -> None:
+            def remove_old() -> None:
+                keep = {path for _, path in published.whole_checkpoints(self.root)[-self.keep :]}
+                for path in self.root.glob("step_*"):
+                    if path.is_dir() and path not in keep:
+                        shutil.rmtree(path)
+
+            on_rank_zero(self.runtime, "pruning", remove_old)
+
+
+@mutant(caught_by="retention.foreign-names-untouched")
+class ReadsTheStepFromEveryName(Reference):
+    """Takes the digits after `step_` for the step, and fails at a name that has none."""
+
+    class checkpointer_class(Checkpointer):
+        def latest(self) -> Path | None:
+            def look() -> Path | None:
+                return max(self.root.glob("step_*"), key=lambda path: int(path.name.split("_")[1].split(".")[0]), default=None)
+
+            return on_rank_zero(self.runtime, "looking for a checkpoint", look)
+
+
+@mutant(caught_by="retention.latest-kept")
+class KeepsOneTooFew(Reference):
+    """Does not count the checkpoint that was just published among those to keep."""
+
+    class checkpointer_class(Checkpointer):
+        def prune(self) -> None:
+            def remove_old() -> None:
+                found = published.whole_checkpoints(self.root)
+                for _, path in found[: max(0, len(found) - max(1, self.keep - 1))]:
+                    published.remove(path)
+
+            on_rank_zero(self.runtime, "pruning", remove_old)
+
+
+@mutant(caught_by="retention.steps-order-numerically")
+class SortsNamesAsText(Reference):
+    """Takes the last name in alphabetical order for the newest checkpoint: step_9, not step_10."""
+
+    class checkpointer_class(Checkpointer):
+        def latest(self) -> Path | None:
+            def look() -> Path | None:
+                return max((path for _, path in published.whole_checkpoints(self.root)), key=lambda path: path.name, default=None)
+
+            return on_rank_zero(self.runtime, "looking for a checkpoint", look)
+
+
+@mutant(caught_by="retention.steps-order-numerically")
+class TakesTheLastModified(Reference):
+    """Takes the directory that was modified last for the newest checkpoint."""
+
+    class checkpointer_class(Checkpointer):
+        def latest(self) -> Path | None:
+            def look() -> Path | None:
+                return max((path for _, path in published.whole_checkpoints(self.root)), key=lambda path: path.stat().st_mtime, default=None)
+
+            return on_rank_zero(self.runtime, "looking for a checkpoint", look)
