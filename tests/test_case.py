@@ -148,7 +148,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("{", "Expecting property name"), ("[]", "case: expected an object"), ("\xff", "Expecting value")]
+    ("text", "words"), [("{", "Expecting property name"), ("[]", "a case is an object"), ("\xff", "Expecting value")]
 )
 def test_a_file_that_is_no_case_is_named_with_its_trouble(tmp_path, text, words):
     (tmp_path / "bad.json").write_text(text)

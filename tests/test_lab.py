@@ -268,9 +268,9 @@ def test_the_death_of_the_warm_parent_at_the_import_is_said_with_its_last_words(
     ("name", "words"),
     [
         ("no_such_module:Class", "No module named 'no_such_module'"),
-        ("lab_faults:NoSuchClass", "expected module:Class"),
-        ("lab_faults:never_comes_back", "expected module:Class naming a subclass of contracts.Implementation"),
-        ("lab_faults", "expected module:Class"),
+        ("lab_faults:NoSuchClass", "lab_faults has no implementation 'NoSuchClass'; it has: Honest, "),
+        ("lab_faults:never_comes_back", "lab_faults has no implementation 'never_comes_back'"),
+        ("lab_faults", "has no implementation ''.* Name module:Class"),
     ],
 )
 def test_a_name_that_is_no_implementation_is_the_labs_own_error(lab, name, words):
