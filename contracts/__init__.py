@@ -32,9 +32,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from contracts.case import Case, Generation
-    from contracts.judging import Check, Contract, contract
     from contracts.history import Event, History, Shard, Snapshot, State
     from contracts.implementation import Capability, Implementation, KeyMapping, Layout, Place
+    from contracts.judging import Check, Contract, contract
     from contracts.pytest_plugin import contract_tests
     from contracts.suite import Suite, Verdict
     from contracts.torchrun import Launch, LaunchError, launch

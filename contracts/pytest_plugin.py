@@ -163,7 +163,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fsdp-contracts", "FSDP contracts (tests made by contracts.contract_tests)")
     group.addoption(
         "--contract-profile", choices=("smoke", "ci", "nightly"), default="ci",
-        help="how many cases are drawn: smoke 1, ci 4, nightly 25 per kind and world, nightly from a new seed each time"
+        help="how many cases of each kind are drawn: smoke 1, ci 4, nightly 25 in a world of two and a quarter in others,"
+        " nightly from a new seed each time"
         " (default: ci)",
     )  # fmt: skip
     group.addoption(

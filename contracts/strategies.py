@@ -17,8 +17,29 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from contracts.case import (
-    Case, Checkpoint, Data, Draw, Exit, Fail, FillGradients, Finalize, ForgetMoments, Generation, Hold, Kill,
-    MapNames, Model, Optimizer, Overwrite, Precision, Resume, Retune, Save, SetStepCount, Tamper, Train,
+    Case,
+    Checkpoint,
+    Data,
+    Draw,
+    Exit,
+    Fail,
+    FillGradients,
+    Finalize,
+    ForgetMoments,
+    Generation,
+    Hold,
+    Kill,
+    MapNames,
+    Model,
+    Optimizer,
+    Overwrite,
+    Precision,
+    Resume,
+    Retune,
+    Save,
+    SetStepCount,
+    Tamper,
+    Train,
 )  # fmt: skip
 from contracts.implementation import Capability, Layout
 

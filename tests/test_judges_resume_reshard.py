@@ -14,7 +14,16 @@ from contracts.checkpoint_dir import CheckpointDirectory, StoredTensor
 from contracts.history import Event, History, Shard, State
 from contracts.implementation import Capability
 from contracts.judging import REGISTRY, Judgement
-from contracts.strategies import CONTINUED_RUNS, MESH_CHANGES, ODD_RUNS, PARTLY_TRAINED_RUNS, REGROUPED_RUNS, RESHARDED_RUNS, Cases, Scope
+from contracts.strategies import (
+    CONTINUED_RUNS,
+    MESH_CHANGES,
+    ODD_RUNS,
+    PARTLY_TRAINED_RUNS,
+    REGROUPED_RUNS,
+    RESHARDED_RUNS,
+    Cases,
+    Scope,
+)
 
 WEIGHT, NORM = "model.layers.0.weight", "model.norm.weight"
 NOTHING: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Contracts can fail: each mutant dies by the contract it names, each good neighbour lives, no contract is without a mutant."""
+"""Contracts can fail: a mutant of each dies by it, good neighbours live. `make prove` shows every mutant."""
 
 import pytest
 
@@ -20,7 +20,11 @@ def lab(directory):
         yield lab
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+ONE_OF_EACH = {mutant.caught_by: name for name, mutant in reversed(MUTANTS.items())}
+"""The first mutant of each contract."""
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH.values(), ids=list(ONE_OF_EACH))
 def test_a_mutant_is_caught_by_the_contract_it_names(name, lab, directory):
     mutant = MUTANTS[name]
     seen = judge_mutant(name, mutant.implementation, mutant.caught_by, lab, directory)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from contracts.judging import Check, NotApplicable, contract
 from contracts.history import Event, History
 from contracts.implementation import Capability
+from contracts.judging import Check, NotApplicable, contract
 from contracts.strategies import MAPPINGS
 
 

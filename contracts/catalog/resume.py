@@ -6,9 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from contracts.judging import Check, contract
 from contracts.history import GenerationHistory, History, MissingEvidence, Snapshot, first_difference
 from contracts.implementation import Capability
+from contracts.judging import Check, contract
 from contracts.strategies import CONTINUED_RUNS, INTERRUPTED_RUNS, ODD_RUNS, PARTLY_TRAINED_RUNS, REGROUPED_RUNS
 
 

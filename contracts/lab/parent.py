@@ -44,8 +44,6 @@ def _import_stack(job: dict[str, Any]) -> dict[str, Any]:
     import torch.distributed.fsdp
     import transformers
 
-    import contracts.fixtures
-    import contracts.models
     import contracts.lab.rank as rank
 
     implementation = rank.load(job["implementation"])

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from conftest import HERE, environment, launch
 
 MODULE = ["-m", "reference_impl"]

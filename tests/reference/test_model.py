@@ -6,9 +6,9 @@ import sys
 
 import pytest
 import torch
-from conftest import environment
 from safetensors.torch import load_file, save_file
 
+from conftest import environment
 from reference_impl.batches import Tokenization
 from reference_impl.config import Config, ConfigError
 from reference_impl.keys import KeyMappingError

@@ -1,6 +1,7 @@
 """A run that is saved and resumed is the run that never stopped, bit for bit, in real torchrun ranks."""
 
 import pytest
+
 from conftest import HERE, launch
 
 
