@@ -44,7 +44,11 @@ def _import_stack(job: dict[str, Any]) -> dict[str, Any]:
     import torch.distributed.fsdp
     import transformers
 
-    import contracts.lab.rank as rank
+    from contracts.lab import rank
+
+    # What a rank and a forked writer of model directories need before they can learn what else they import.
+    for name in ("contracts.fixtures", "contracts.models", "safetensors.torch", "tokenizers"):
+        importlib.import_module(name)
 
     implementation = rank.load(job["implementation"])
     if implementation.start_method == "fork" and (threads := len(os.listdir("/proc/self/task"))) > 1:
