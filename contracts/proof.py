@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -70,9 +70,12 @@ def judge_mutant(name: str, implementation: str, caught_by: str, lab: Lab, direc
     return Mutant(name, caught_by, killed_by, caught_by in killed_by, verdict.message)
 
 
-def judge_neighbour(name: str, implementation: str, lab: Lab, directory: Path, progress=lambda text: None) -> Neighbour:
+def judge_neighbour(
+    name: str, implementation: str, lab: Lab, directory: Path, progress=lambda text: None, globs: Sequence[str] = ("*",)
+) -> Neighbour:
+    """Judge a good neighbour by the contracts that `globs` name, on one case of each kind in a world of two."""
     suite = Suite(Target(name, implementation), profile=PROFILES["smoke"], worlds=(2,), directory=directory, lab=lab, progress=progress)
-    verdicts = list(suite.run(select()))
+    verdicts = list(suite.run(select(globs)))
     wrong = [v for v in verdicts if v.verdict not in ("kept", "not-applicable")]
     broken = [v.name for v in wrong if v.verdict == "broken"]
     return Neighbour(name, broken, not wrong, "; ".join(f"{v.name} {v.verdict}: {v.message}" for v in wrong))

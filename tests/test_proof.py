@@ -32,9 +32,20 @@ def test_a_mutant_is_caught_by_the_contract_it_names(name, lab, directory):
     assert seen.message
 
 
-@pytest.mark.parametrize("name", NEIGHBOURS)
+NEAR = {
+    "LoadsTheOptimizerTwice": ("order.params-*", "order.scheduler-*", "precision.moments-*", "resume.trajectory"),
+    "UnfusedAdamW": ("precision.moments-*", "resume.trajectory"),
+    "WritesCompanionsInTwoGoes": ("writers.replicated-*", "writers.visible-*"),
+    "FinalizesSlowly": ("publish.finalize-before-*", "publish.published-*"),
+    "InstallsItsRulesTwice": ("keys.*",),
+    "RefusesInItsOwnWords": ("precision.master-dtype-*", "order.drift-*"),
+}
+"""The contracts that each of these comes closest to breaking; `make prove` judges every neighbour by all of them."""
+
+
+@pytest.mark.parametrize("name", NEAR)
 def test_a_good_neighbour_is_left_alone(name, lab, directory):
-    seen = judge_neighbour(name, NEIGHBOURS[name], lab, directory)
+    seen = judge_neighbour(name, NEIGHBOURS[name], lab, directory, globs=NEAR[name])
     assert seen.ok, seen.message
 
 

@@ -28,6 +28,14 @@ START_SECONDS = 300.0
 """How long a warm parent may take to import its stack; some compile on their first import."""
 
 
+STARTS = 3
+"""How often ranks are launched until one has joined its process group.
+
+The agent runs threads when it forks its ranks, and rarely a rank inherits a lock that one of them held: it then hangs while
+it connects to the store. No code of the stack has run by then and nothing has been written, so the launch is repeated.
+"""
+
+
 class LabError(RuntimeError):
     """The lab itself could not do its work; it says nothing about the implementation."""
 
@@ -109,9 +117,7 @@ class Lab:
         layout = Layout(**about["layout"] | {"companions": tuple(about["layout"]["companions"])})
         for number, generation in enumerate(case.generations):
             evidence, root = where / f"generation-{number}", where / generation.root
-            (evidence / "marks").mkdir(parents=True)
             root.mkdir(exist_ok=True)
-            job_file = evidence / "job.json"
             details = {
                 "implementation": name,
                 "case": str(where / "case.json"),
@@ -124,33 +130,40 @@ class Lab:
                 "ranks": generation.ranks,
                 "faults": case.to_json()["generations"][number]["faults"],
             }
-            job_file.write_text(json.dumps(details))
             tampered = [tamper.apply(fault, root, layout) for fault in generation.faults if isinstance(fault, Tamper)]
-            watch = Watch({"marks": evidence / "marks", "root": root})
-            with contextlib.closing(watch), lease(self.device, generation.ranks) as slots:
-                env = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-                if self.device == "cuda":
-                    env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
-                reply = self._ask(
-                    {
-                        "do": "run",
-                        "implementation": name,
-                        "job_file": str(job_file),
-                        "ranks": generation.ranks,
-                        "deadline": self.deadline,
-                        "directory": str(evidence / "launch"),
-                        "env": env,
-                    },
-                    self.deadline + 30,
-                    watch,
-                )
-                watch.drain()
+            for _ in range(STARTS):
+                reply, watch = self._launch(details, evidence)
+                if reply["launch"]["left_behind"] or any((evidence / "marks").glob("*.joined")):
+                    break
             with open(evidence / "outside.jsonl", "w") as file:
                 file.writelines(json.dumps(event) + "\n" for event in watch.events)
             notes = ["inotify's queue overflowed: file events are missing"] if watch.overflowed else []
             done = {"launch": reply["launch"], "disk": _published(root, layout), "notes": notes, "tampered": tampered}
             done |= {"names": _names(root), "pointer": _pointer(root, layout)}
             (evidence / "done.json").write_text(json.dumps(done))
+
+    def _launch(self, details: dict[str, Any], evidence: Path) -> tuple[dict[str, Any], Watch]:
+        """Launch a generation's ranks once, with the watch on while they run."""
+        shutil.rmtree(evidence, ignore_errors=True)
+        (evidence / "marks").mkdir(parents=True)
+        (evidence / "job.json").write_text(json.dumps(details))
+        watch = Watch({"marks": evidence / "marks", "root": Path(details["root"])})
+        with contextlib.closing(watch), lease(self.device, details["ranks"]) as slots:
+            env = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+            if self.device == "cuda":
+                env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
+            job = {
+                "do": "run",
+                "implementation": details["implementation"],
+                "job_file": str(evidence / "job.json"),
+                "ranks": details["ranks"],
+                "deadline": self.deadline,
+                "directory": str(evidence / "launch"),
+                "env": env,
+            }
+            reply = self._ask(job, self.deadline + 30, watch)
+            watch.drain()
+        return reply, watch
 
     def _ask(self, job: dict[str, Any], timeout: float, watch: Watch | None = None) -> dict[str, Any]:
         if self._parent is None:

@@ -68,6 +68,7 @@ def main(job_file: str) -> None:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
+    recorder.event("joined")
     torch.manual_seed(generation.seed * 1000 + rank)
 
     place = Place(
