@@ -35,6 +35,19 @@ KNOWN = {
 }
 
 KNOWN_FAILURES: dict[str, dict[str, str]] = {
+    "torch_dcp": {
+        "crash.torn-file": "a torn tokenizer or configuration file is never looked at on resume",
+        "order.saving-is-a-pure-read": "get_state_dict makes optimizer state with a hidden step before the first save"
+        " (tests/confirmed/torch_hidden_step_on_save.py)",
+        "order.pending-gradients-harmless": "set_state_dict makes no room for moments while gradients are pending"
+        " (tests/confirmed/torch_pending_gradients_on_load.py)",
+        "precision.no-silent-cast": "DCP copies into tensors of another dtype (tests/confirmed/torch_dcp_silent_cast.py)",
+        "publish.exit-after-save": "a final save in the background is not awaited unless its caller finalizes it",
+        "resume.frozen-and-unused": "a parameter without optimizer state is a missing key on load"
+        " (tests/confirmed/torch_dcp_cannot_resume_unused_parameters.py)",
+        "resume.param-groups": "an empty group loses its settings"
+        " (tests/confirmed/torch_dcp_loses_an_empty_groups_settings.py)",
+    },
     "nemo_automodel": {
         "writers.replicated-files-rank-0": "0.7.0: BaseRecipe.save_checkpoint calls save_config on every rank, so each writes config.yaml",
     },

@@ -52,14 +52,14 @@ def test_the_rate_rises_to_the_peak_and_falls_to_the_floor():
     assert rate_factor(99, Config(schedule="constant")) == 1.0
 
 
-def test_only_matrices_decay_and_frozen_parameters_are_left_out():
+def test_only_matrices_decay_and_frozen_parameters_keep_their_place():
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LayerNorm(2))
     model[1].weight.requires_grad_(False)
     config = Config(weight_decay=0.3, learning_rate=0.5, warmup_steps=1)
     optimizer = build_optimizer(model, config)
     assert [(g["weight_decay"], [p.ndim for p in g["params"]]) for g in optimizer.param_groups] == [
         (0.3, [2]),
-        (0.0, [1, 1]),
+        (0.0, [1, 1, 1]),
     ]
     assert build_scheduler(optimizer, config).get_last_lr() == [0.25, 0.25]
 
