@@ -77,7 +77,7 @@ def test_a_list_that_contradicts_itself_is_refused(tmp_path, monkeypatch, change
 
 
 def _without_rules(implementation):
-    mapping = implementation(None, None).key_mapping(published_names.read("qwen2_vl").config)
+    mapping = implementation(None, None).key_mapping(published_names.read("qwen2_vl"))
     mapping.renamings = mapping.converters = []
     return mapping
 
@@ -93,13 +93,13 @@ def test_from_pretrained_hides_a_missing_rule_behind_the_base_prefix():
 
 
 def test_tied_names_have_one_target():
-    mapping = transformers_keys.TransformersKeys(None, None).key_mapping(published_names.read("llama").config)
+    mapping = transformers_keys.TransformersKeys(None, None).key_mapping(published_names.read("llama"))
     assert mapping.map("lm_head.weight") == mapping.map("model.embed_tokens.weight") == "model.embed_tokens.weight"
     assert "lm_head.weight" not in mapping.targets
 
 
 def test_merged_experts_share_a_target():
-    mapping = transformers_keys.TransformersKeys(None, None).key_mapping(published_names.read("mixtral").config)
+    mapping = transformers_keys.TransformersKeys(None, None).key_mapping(published_names.read("mixtral"))
     experts = [f"model.layers.0.block_sparse_moe.experts.{expert}.w2.weight" for expert in range(8)]
     assert len({mapping.map(name) for name in experts}) == 1
     assert mapping.map(experts[0]) in mapping.targets
