@@ -17,5 +17,10 @@ class PocketCheckpoints(CheckpointerOnly):
 
 
 test_checkpoint_contracts = contract_tests(
-    PocketCheckpoints, known={"order.scheduler-after-optimizer": "https://example.org/pocket-checkpoints/issues/12"}
+    PocketCheckpoints,
+    contracts=(
+        *("keys.*", "order.*-optimizer", "precision.moments-*", "publish.finalize-before-*", "publish.published-*"),
+        *("resume.trajectory", "writers.replicated-*", "writers.visible-*"),
+    ),
+    known={"order.scheduler-after-optimizer": "https://example.org/pocket-checkpoints/issues/12"},
 )
