@@ -2,7 +2,7 @@
 
 `launch(function, 2)` starts a torch elastic agent in a process of its own, which forks (or spawns) the ranks with the
 whole torchrun environment. It returns a `Launch`: one outcome per rank, root cause first, with the stack of each rank
-that hung. Nothing it started outlives the call. It stands alone: it needs torch and Linux, nothing else of this project.
+that hung. Nothing it started outlives the call. It stands alone: it needs torch and Linux, no other package of this project.
 
     from contracts.torchrun import launch
 
@@ -18,7 +18,6 @@ Functions answer through files, never through return values: a rank that is kill
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import json
 import os
@@ -35,6 +34,8 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, Literal
 
+from contracts import processes
+
 PEER_ERRORS = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -50,7 +51,6 @@ PEER_ERRORS = (
 )
 """What collectives say when the fault is another rank's. A rank that raised one of these is a consequence, not a cause."""
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
 _LOG_TAIL = 4000
 _NOTICED_LATE = 1.0
 """Seconds by which the agent may notice a death after the peers do; a death within them of a peer's error came first."""
@@ -238,13 +238,16 @@ def launch(
 
 
 def _launch(function, nproc, args, timeout, start_method, env, where: Path, on_wait) -> Launch:
-    before = _children(os.getpid())
+    from contracts.rendezvous import serve_store
+
     sys.stdout.flush()
     sys.stderr.flush()
     started = time.monotonic()
+    store, port = serve_store(nproc)
+    before = processes.children(os.getpid())
     agent = os.fork()
     if agent == 0:
-        _agent(function, args, nproc, start_method, env, where)
+        _agent(function, args, nproc, start_method, env, where, port)
     left: list[str] = []
     timed_out = False
     try:
@@ -253,20 +256,23 @@ def _launch(function, nproc, args, timeout, start_method, env, where: Path, on_w
             _ask_for_stacks(where, nproc)
     finally:
         ranks = {pid for rank in range(nproc) if (pid := _rank_pid(where, rank))}
-        family = _descendants(agent)
+        family = processes.descendants(agent)
         if not timed_out:
-            left = [_describe(pid) for pid in sorted(family - ranks) if _is_running(pid)]
+            left = _still_running(family - ranks)
         # Ranks that the agent has not reaped are zombies only as long as it lives.
-        exits = {pid: (code, None) for pid in ranks if (code := _zombie_exitcode(pid)) is not None} | _read_exits(where)
-        _kill(agent, group=True)
-        _reap(agent)
-        _end(family)
-        # Orphans come to us only where this process is a subreaper, as the lab's parent is; other children are not ours to end.
-        orphans = _children(os.getpid()) - before if _is_subreaper() else set()
-        left += [_describe(pid) for pid in sorted(orphans - family) if _is_running(pid)]
-        _end(orphans)
+        unreaped = {pid: (code, None) for pid in ranks if (code := processes.zombie_exitcode(pid)) is not None}
+        exits = unreaped | _read_exits(where)
+        processes.kill(agent, group=True)
+        processes.kill(store)
+        processes.reap(agent)
+        processes.reap(store)
+        processes.end(family)
+        # Orphans come to us only where this process is a subreaper, as the lab's parent is; other children are not ours.
+        orphans = processes.children(os.getpid()) - before if processes.is_subreaper() else set()
+        left += _still_running(orphans - family)
+        processes.end(orphans)
         for pid in orphans:
-            _reap(pid)
+            processes.reap(pid)
     notes = json.loads((where / "agent.json").read_text()) if (where / "agent.json").exists() else {}
     return Launch(
         outcomes=[_outcome(where, rank, exits, timed_out) for rank in range(nproc)],
@@ -277,34 +283,33 @@ def _launch(function, nproc, args, timeout, start_method, env, where: Path, on_w
     )
 
 
-def become_subreaper() -> None:
-    """Make this process inherit the orphans of its descendants, so that a launch can find and end them."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+def _still_running(pids: set[int]) -> list[str]:
+    return [processes.describe(pid) for pid in sorted(pids) if processes.is_running(pid)]
 
 
-def _agent(function, args, ranks, start_method, env, where) -> None:
+def _agent(function, args, ranks, start_method, env, where, port) -> None:
     """The agent's process; never returns."""
     code = 1
     try:
         os.setsid()
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        become_subreaper()
+        processes.die_with_parent()
+        processes.become_subreaper()
         _send_output_to(where / "agent.log")
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.environ.update(env or {})
         _record_exits(where)
         # torch leaves a file per rank that failed in the temporary folder; here it goes with the rest.
         tempfile.tempdir = str(where)
-        code = _run_elastic(function, args, ranks, start_method, where)
+        code = _run_elastic(function, args, ranks, start_method, where, port)
         # To spawn ranks, multiprocessing started a resource tracker for this process, which lives as long as it does.
         own = {getattr(resource_tracker._resource_tracker, "_pid", None)}
         deadline = time.monotonic() + 1.0  # a daemon that is on its way out is not left behind
-        while (rest := _children(os.getpid()) - own) and time.monotonic() < deadline:
+        while (rest := processes.children(os.getpid()) - own) and time.monotonic() < deadline:
             for pid in rest:
-                _reap(pid, block=False)
+                processes.reap(pid, block=False)
             time.sleep(0.01)
-        left = [_describe(pid) for pid in rest]
-        _end(rest | _descendants(os.getpid()))
+        left = [processes.describe(pid) for pid in rest]
+        processes.end(rest | processes.descendants(os.getpid()))
         (where / "agent.json").write_text(json.dumps({"left_behind": left}))
     except BaseException:
         traceback.print_exc()
@@ -337,18 +342,22 @@ def _read_exits(where: Path) -> dict[int, tuple[int, float | None]]:
     return {pid: (code, at) for pid, code, at in map(json.loads, lines)}
 
 
-def _run_elastic(function, args, ranks, start_method, where) -> int:
+def _run_elastic(function, args, ranks, start_method, where, port) -> int:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from contracts.rendezvous import OneNode
+
+    rendezvous_handler_registry.register("one-node", lambda parameters: OneNode(parameters.run_id, port))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=ranks,
         run_id=where.name,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_backend="one-node",
+        rdzv_endpoint=f"localhost:{port}",
         max_restarts=0,
         monitor_interval=0.02,
         start_method=start_method,
@@ -363,7 +372,7 @@ def _run_elastic(function, args, ranks, start_method, where) -> int:
 
 def _rank(function: Callable[..., Any], args: tuple[Any, ...], where: str) -> None:
     """The first frame of a rank: output to a file, stacks on demand, and a status that no crash can forge."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    processes.die_with_parent()
     tempfile.tempdir = None
     rank = int(os.environ["RANK"])
     base = Path(where) / f"rank-{rank}"
@@ -469,7 +478,7 @@ def _ask_for_stacks(where: Path, ranks: int) -> None:
     """Have every rank that runs write its stacks, and wait until they are written, or for a second at most."""
     asked = []
     for rank in range(ranks):
-        if (pid := _rank_pid(where, rank)) and _is_running(pid):
+        if (pid := _rank_pid(where, rank)) and processes.is_running(pid):
             os.kill(pid, signal.SIGUSR1)
             asked.append(where / f"rank-{rank}.stacks")
     sizes, end = None, time.monotonic() + 1.0
@@ -498,89 +507,12 @@ def _nothing_will_come(where: Path, ranks: int) -> bool:
         if (pid := _rank_pid(where, rank)) is None:
             return False
         ended = len(Path(f"{where}/rank-{rank}.status").read_text().splitlines()) > 1
-        running = _is_running(pid)
+        running = processes.is_running(pid)
         if running and not ended:
             return False
         silent += not running and not ended
         alive += running
     return silent > 0 or alive == 0
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def _zombie_exitcode(pid: int) -> int | None:
-    """How a process ended that nobody has reaped yet: the last field of its `stat`, see proc_pid_stat(5)."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return os.waitstatus_to_exitcode(int(fields[-1])) if fields[0] == "Z" else None
-
-
-def _end(pids: set[int]) -> None:
-    """Kill processes and wait until they are gone, or zombies for somebody else to reap."""
-    handles = []
-    for pid in pids:
-        try:
-            handles.append(os.pidfd_open(pid))
-        except OSError:
-            continue
-        _kill(pid)
-    poll = select.poll()
-    for handle in handles:
-        poll.register(handle, select.POLLIN)
-    end, waiting = time.monotonic() + 2.0, set(handles)
-    while waiting and (left := end - time.monotonic()) > 0:
-        for handle, _ in poll.poll(left * 1000):
-            waiting.discard(handle)
-            poll.unregister(handle)
-    for handle in handles:
-        os.close(handle)
-
-
-def _kill(pid: int, *, group: bool = False) -> bool:
-    try:
-        os.killpg(pid, signal.SIGKILL) if group else os.kill(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
-
-
-def _reap(pid: int, *, block: bool = True) -> None:
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(pid, 0 if block else os.WNOHANG)
-
-
-def _children(pid: int) -> set[int]:
-    found: set[int] = set()
-    for file in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            found |= {int(text) for text in file.read_text().split()}
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    return found
-
-
-def _descendants(pid: int) -> set[int]:
-    found, todo = set(), [pid]
-    while todo:
-        new = _children(todo.pop()) - found
-        found |= new
-        todo += new
-    return found
-
-
-def _describe(pid: int) -> str:
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    except OSError:
-        words = "gone"
-    return f"process {pid} ({words[:200]})"
 
 
 def _tail(path: Path, size: int = _LOG_TAIL) -> str:
@@ -590,13 +522,3 @@ def _tail(path: Path, size: int = _LOG_TAIL) -> str:
             return file.read().decode(errors="replace")
     except FileNotFoundError:
         return ""
-
-
-def _is_subreaper() -> bool:
-    answer = ctypes.c_int()
-    return ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(answer), 0, 0, 0) == 0 and bool(answer.value)
-
-
-def _prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, int(value), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl failed")

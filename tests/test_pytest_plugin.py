@@ -221,10 +221,10 @@ def test_a_broken_contract_fails_with_its_story_and_no_traceback(judged):
 
 
 def test_the_replay_command_of_a_broken_contract_replays_it(judged):
-    printed = re.findall(r"^  replay  (.*)$", judged.text, re.MULTILINE)
-    assert len(printed) == 1, judged.text
+    # Where the variable CI is set, pytest's short summary repeats the whole message.
+    (printed,) = set(re.findall(r"^  replay  (.*)$", judged.text, re.MULTILINE))
     shutil.rmtree(judged.project.root / "basetemp")
-    replayed = judged.project.run("bash", "-c", printed[0])
+    replayed = judged.project.run("bash", "-c", printed)
     assert replayed.code == 1, replayed.text
     assert "broken          order.scheduler-after-optimizer" in replayed.text
 

@@ -1,8 +1,8 @@
 """The warm parent: one single-threaded process per stack, which has imported everything and forks an agent per generation.
 
-It reads one JSON object a line from standard input and answers with one a line on descriptor 3. It stays clean: it runs no backward
-pass, opens no process group and saves nothing, for autograd's threads do not survive a fork and DCP's planner and async
-executor keep caches that would leak into ranks. Model directories are therefore written in a forked child.
+It reads one JSON object a line from standard input and answers with one a line on descriptor 3. It stays clean: it runs
+no backward pass, opens no process group and saves nothing, for autograd's threads do not survive a fork and DCP's planner
+and async executor keep caches that would leak into ranks. Model directories are therefore written in a forked child.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 def main() -> None:
-    from contracts.torchrun import become_subreaper
+    from contracts.processes import become_subreaper
 
     become_subreaper()
     replies = os.fdopen(int(sys.argv[1]), "w", buffering=1)
@@ -46,13 +46,24 @@ def _import_stack(job: dict[str, Any]) -> dict[str, Any]:
 
     from contracts.lab import rank
 
-    # What a rank and a forked writer of model directories need before they can learn what else they import.
-    for name in ("contracts.fixtures", "contracts.models", "safetensors.torch", "tokenizers"):
+    # What agents, ranks and writers of model directories need before they can say what else they import.
+    for name in (
+        "contracts.fixtures",
+        "contracts.models",
+        "contracts.rendezvous",
+        "encodings.idna",
+        "multiprocessing.popen_fork",
+        "safetensors.torch",
+        "tokenizers",
+        "torch.distributed.launcher.api",
+    ):
         importlib.import_module(name)
 
     implementation = rank.load(job["implementation"])
     if implementation.start_method == "fork" and (threads := len(os.listdir("/proc/self/task"))) > 1:
-        raise RuntimeError(f"importing {job['implementation']} started {threads - 1} threads, which forking loses; set start_method = 'spawn'")
+        raise RuntimeError(
+            f"importing {job['implementation']} started {threads - 1} threads, which forking loses; set start_method = 'spawn'"
+        )
     return {
         "name": implementation.__name__,
         "statement": (implementation.__doc__ or "").strip().split("\n")[0],
