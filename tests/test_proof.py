@@ -16,7 +16,8 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def lab(directory):
-    with Lab("reference_impl.under_contract:Reference", directory=directory) as lab:
+    # Some mutants hang; a sound generation takes a second or two.
+    with Lab("reference_impl.under_contract:Reference", directory=directory, deadline=15) as lab:
         yield lab
 
 

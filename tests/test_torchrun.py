@@ -103,6 +103,16 @@ def test_raise_for_failure_returns_a_launch_that_went_well():
     assert result.explain() == "1 ranks returned"
 
 
+def count_threads_of_the_agent(folder: str) -> None:
+    Path(folder, str(rank())).write_text(str(len(os.listdir(f"/proc/{os.getppid()}/task"))))
+
+
+def test_ranks_are_forked_from_a_single_thread(tmp_path):
+    """A lock that another thread holds in that moment would never be released in the rank."""
+    launch(count_threads_of_the_agent, 2, args=(str(tmp_path),)).raise_for_failure()
+    assert {(tmp_path / name).read_text() for name in "01"} == {"1"}
+
+
 def test_a_given_directory_keeps_status_and_logs(tmp_path):
     result = launch(print, 1, args=("kept",), directory=tmp_path / "evidence")
     assert result.ok

@@ -28,14 +28,6 @@ START_SECONDS = 300.0
 """How long a warm parent may take to import its stack; some compile on their first import."""
 
 
-STARTS = 3
-"""How often ranks are launched until one has joined its process group.
-
-The agent runs threads when it forks its ranks, and rarely a rank inherits a lock that one of them held: it then hangs while
-it connects to the store. No code of the stack has run by then and nothing has been written, so the launch is repeated.
-"""
-
-
 class LabError(RuntimeError):
     """The lab itself could not do its work; it says nothing about the implementation."""
 
@@ -131,10 +123,7 @@ class Lab:
                 "faults": case.to_json()["generations"][number]["faults"],
             }
             tampered = [tamper.apply(fault, root, layout) for fault in generation.faults if isinstance(fault, Tamper)]
-            for _ in range(STARTS):
-                reply, watch = self._launch(details, evidence)
-                if reply["launch"]["left_behind"] or any((evidence / "marks").glob("*.joined")):
-                    break
+            reply, watch = self._launch(details, evidence)
             with open(evidence / "outside.jsonl", "w") as file:
                 file.writelines(json.dumps(event) + "\n" for event in watch.events)
             notes = ["inotify's queue overflowed: file events are missing"] if watch.overflowed else []
@@ -143,8 +132,7 @@ class Lab:
             (evidence / "done.json").write_text(json.dumps(done))
 
     def _launch(self, details: dict[str, Any], evidence: Path) -> tuple[dict[str, Any], Watch]:
-        """Launch a generation's ranks once, with the watch on while they run."""
-        shutil.rmtree(evidence, ignore_errors=True)
+        """Launch a generation's ranks, with the watch on while they run."""
         (evidence / "marks").mkdir(parents=True)
         (evidence / "job.json").write_text(json.dumps(details))
         watch = Watch({"marks": evidence / "marks", "root": Path(details["root"])})
