@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from contracts.bindings.known import Target
+    from contracts.judging import Contract
     from contracts.lab.lab import Lab
+    from contracts.suite import Suite, Verdict
 
 BAD_USAGE = 2
 
@@ -59,6 +61,10 @@ def _parser() -> argparse.ArgumentParser:
     running.add_argument("--contracts", nargs="+", default=["*"], metavar="GLOB", help="names or globs, such as 'publish.*'")
     running.add_argument("--worlds", type=_worlds, default=(1, 2, 4), metavar="N,N", help="world sizes (default: 1,2,4)")
     running.add_argument("--profile", choices=("smoke", "ci", "nightly"), default="ci", help="how many cases are drawn (default: ci)")
+    running.add_argument(
+        "--minutes", type=_minutes, metavar="M",
+        help="draw fresh cases, round after round, for so long (default: 60 for nightly, else one round)",
+    )  # fmt: skip
     running.add_argument("--no-shrink", action="store_true", help="do not look for a smaller case that breaks a contract too")
     running.add_argument("--python", metavar="FILE", help="interpreter of the environment the implementation lives in")
     running.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
@@ -100,6 +106,16 @@ def _worlds(text: str) -> tuple[int, ...]:
     return worlds
 
 
+def _minutes(text: str) -> float:
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = 0.0
+    if not 0 < minutes < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected minutes such as 30, got {text!r}")
+    return minutes
+
+
 def _list(options: argparse.Namespace) -> int:
     from contracts.suite import select
 
@@ -124,41 +140,57 @@ def _run(options: argparse.Namespace) -> int:
 
     from contracts.bindings.known import resolve
     from contracts.report import text
+    from contracts.rounds import judge_for
     from contracts.suite import PROFILES, Suite, select
 
     target, chosen = resolve(options.implementation, options.python), select(options.contracts)
     profile = PROFILES[options.profile]
     if options.no_shrink:
         profile = replace(profile, shrink_seconds=0.0)
+    minutes = options.minutes or (60.0 if options.profile == "nightly" else None)
     line = _Progress()
-    verdicts, stories = [], []
-    with _lab(target, options) as lab:
-        suite = Suite(target, profile=profile, worlds=options.worlds, lab=lab, directory=options.directory, progress=line)
+    seeds: list[int] = []
+    with _lab(target, options, line) as lab:
         line(f"importing {target.implementation}")
         about = _about(lab)
         line.end(f"{target.name}: {about['statement']}")
-        line.end(f"torch {about['environment']['torch']}, transformers {about['environment']['transformers']}, seed {suite.seed}")
-        for contract in chosen:
-            verdict = suite.verdict(contract)
-            verdicts.append(verdict)
+        line.end(f"torch {about['environment']['torch']}, transformers {about['environment']['transformers']}")
+
+        def make_suite(**settings: Any) -> Suite:
+            common = {"worlds": options.worlds, "lab": lab, "directory": options.directory, "progress": line}
+            return Suite(target, **common | {"profile": profile} | settings)
+
+        def round_begins(number: int, seed: int) -> None:
+            seeds.append(seed)
+            line.end(f"round {number}, seed {seed}" if minutes else f"seed {seed}")
+
+        def told(suite: Suite, contract: Contract, verdict: Verdict) -> None:
             line.end(f"{text.mark(verdict.verdict):14}  {verdict.name}")
             if verdict.verdict in ("broken", "unknown"):
-                stories.append(text.story(verdict))
-                line.end(stories[-1])
+                line.end(text.story(verdict))
             if verdict.verdict == "broken" and profile.shrink_seconds:
                 smaller = suite.smaller(contract, verdict)
                 if smaller is not None:
-                    stories.append("A smaller case of the same:\n" + text.story(smaller))
-                    line.end(stories[-1])
+                    line.end("A smaller case of the same:\n" + text.story(smaller))
+
+        if minutes:
+            verdicts = judge_for(60 * minutes, chosen, replace(profile, seed=None), make_suite, told, round_begins)
+        else:
+            suite, verdicts = make_suite(), []
+            round_begins(1, suite.seed)
+            for contract in chosen:
+                verdicts.append(suite.verdict(contract))
+                told(suite, contract, verdicts[-1])
     report = {
         "implementation": target.name,
-        "environment": about["environment"] | {"device": options.device, "cores": os.cpu_count(), "seed": suite.seed},
+        "environment": about["environment"] | {"device": options.device, "cores": os.cpu_count(), "seeds": seeds},
         "contracts": [verdict.to_json() for verdict in verdicts],
     }
     if options.json:
         _write(options.json, report)
     line.end()
     print(text.table(verdicts, dict(target.known)))
+    print(text.censuses(verdicts))
     print(text.summary(verdicts))
     if not any(verdict.verdict in ("kept", "broken") for verdict in verdicts):
         print("nothing was judged")
@@ -175,7 +207,7 @@ def _replay(options: argparse.Namespace) -> int:
     line = _Progress()
     print(case)
     verdicts = []
-    with _lab(target, options) as lab:
+    with _lab(target, options, line) as lab:
         line(f"running on {target.name}")
         _about(lab)
         suite = Suite(target, lab=lab, directory=options.directory)
@@ -231,10 +263,11 @@ def _prove(options: argparse.Namespace) -> int:
     return 0 if all(item.ok for item in found) else 1
 
 
-def _lab(target: Target, options: argparse.Namespace) -> Lab:
+def _lab(target: Target, options: argparse.Namespace, progress: _Progress) -> Lab:
     from contracts.lab.lab import Lab
 
-    return Lab(target.implementation, python=target.python, device=options.device, directory=_evidence(options.directory))
+    directory = _evidence(options.directory)
+    return Lab(target.implementation, python=target.python, device=options.device, directory=directory, progress=progress)
 
 
 def _about(lab: Lab) -> dict[str, Any]:
@@ -258,6 +291,7 @@ def _evidence(directory: Path) -> Path:
         if not Path(f"/proc/{old.name.removeprefix('evidence-')}").exists():
             shutil.rmtree(old, ignore_errors=True)
     own = directory / f"evidence-{os.getpid()}"
+    shutil.rmtree(own, ignore_errors=True)
     own.mkdir(parents=True)
     return own
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +19,7 @@ from hypothesis.errors import NoSuchExample
 import contracts.catalog  # noqa: F401  fills the registry
 from contracts.bindings.known import Target
 from contracts.case import Case
+from contracts.census import Census, census, world
 from contracts.history import History
 from contracts.implementation import Capability, Layout
 from contracts.judging import REGISTRY, Contract, Judgement, VerdictName
@@ -34,30 +37,38 @@ class Profile:
         examples: cases per kind in a world of two; other worlds get a quarter of them.
         seed: of the drawing; None draws afresh.
         shrink_seconds: how long to look for a smaller case once a contract is broken.
+        keeps_failures: whether a case that broke a contract is tried first whenever the contract is judged again.
     """
 
     name: str
     examples: int
     seed: int | None = 0
     shrink_seconds: float = 0.0
+    keeps_failures: bool = False
 
 
 PROFILES = {
     "smoke": Profile("smoke", examples=1),
     "ci": Profile("ci", examples=4, shrink_seconds=20.0),
-    "nightly": Profile("nightly", examples=25, seed=None, shrink_seconds=300.0),
+    "nightly": Profile("nightly", examples=25, seed=None, shrink_seconds=300.0, keeps_failures=True),
 }
 
 
 @dataclass
 class Verdict:
-    """What the suite says of one contract; the fields of a report's line."""
+    """What the suite says of one contract; the fields of a report's line.
+
+    `census` counts what the histories held that `evidence` was found in; `meshes` are those of hybrid sharding among them.
+    """
 
     name: str
     verdict: VerdictName
+    kind: str = ""
     cases: int = 0
     evidence: int = 0
     worlds: list[int] = field(default_factory=list)
+    meshes: list[str] = field(default_factory=list)
+    census: Census = field(default_factory=Census)
     seconds: float = 0.0
     message: str = ""
     case_file: str | None = None
@@ -73,7 +84,9 @@ def select(globs: Iterable[str] = ("*",)) -> list[Contract]:
     for glob in globs:
         found = {name: made for name, made in REGISTRY.items() if fnmatch.fnmatch(name, glob)}
         if not found:
-            raise ValueError(f"no contract matches {glob!r}; `fsdp-contracts list` names them all")
+            near = difflib.get_close_matches(glob, REGISTRY, n=3) or [c for c in REGISTRY if c.endswith(f".{glob}")]
+            hint = f"did you mean {' or '.join(near)}?" if near else "`fsdp-contracts list` names them all"
+            raise ValueError(f"no contract matches {glob!r}; {hint}")
         chosen |= found
     return [made for name, made in REGISTRY.items() if name in chosen]
 
@@ -81,7 +94,7 @@ def select(globs: Iterable[str] = ("*",)) -> list[Contract]:
 class Suite:
     """Draws cases once per kind, runs each once, and lets every contract of that kind judge its history.
 
-    Use it as a context manager; it ends the lab's processes.
+    Use it as a context manager; it ends the lab's processes. No case is run once `time.monotonic()` is past `until`.
     """
 
     def __init__(
@@ -93,6 +106,7 @@ class Suite:
         device: str = "cpu",
         directory: Path = Path(".contracts"),
         deadline: float = 60.0,
+        until: float = math.inf,
         lab: Lab | None = None,
         progress: Callable[[str], None] = lambda text: None,
     ) -> None:
@@ -101,11 +115,13 @@ class Suite:
         self.profile = profile
         self.worlds = tuple(worlds)
         self.directory = Path(directory)
+        self.until = until
         self.progress = progress
         self._owns_lab = lab is None
         self.lab = lab or Lab(target.implementation, python=target.python, device=device, directory=directory, deadline=deadline)
         self._drawn: dict[tuple[str, int], list[Case]] = {}
         self._histories: dict[str, History | str] = {}
+        self._censuses: dict[str, Census] = {}
 
     def __enter__(self) -> Suite:
         return self
@@ -143,6 +159,8 @@ class Suite:
     def history(self, case: Case) -> History | str:
         """Run a case once; a reason instead of a history where it cannot run on this machine."""
         if case.key not in self._histories:
+            if time.monotonic() > self.until:
+                return "the time was up"
             try:
                 self._histories[case.key] = self.lab.run(case, self.target.implementation)
             except LookupError as reason:
@@ -151,7 +169,7 @@ class Suite:
 
     def verdict(self, contract: Contract, *, stop_when_broken: bool = False) -> Verdict:
         """Judge every history of the contract's kind."""
-        result = Verdict(contract.name, "not-applicable")
+        result = Verdict(contract.name, "not-applicable", contract.cases.name)
         if not self.applies(contract):
             lacking = ", ".join(sorted(contract.needs - self.scope.capabilities))
             result.message = f"{self.target.name} does not declare {lacking}"
@@ -159,7 +177,7 @@ class Suite:
         result.verdict = "not-run"
         worst: tuple[Case, Judgement] | None = None
         started = time.monotonic()
-        cases = list(self.cases(contract.cases))
+        cases = [*self._failed_before(contract), *self.cases(contract.cases)]
         for number, case in enumerate(cases, 1):
             self.progress(f"{contract.name}  {contract.cases.name} {number}/{len(cases)}  {max(case.worlds)} ranks")
             history = self.history(case)
@@ -174,6 +192,8 @@ class Suite:
             result.evidence += judgement.evidence
             if judgement.evidence:
                 result.worlds = sorted({*result.worlds, max(case.worlds)})
+                result.meshes = sorted({*result.meshes, *(world(g.ranks, g.mesh) for g in case.generations if g.mesh)})
+                result.census += self._census(history)
             if judgement.verdict == "broken" and (worst is None or worst[1].verdict != "broken"):
                 worst = case, judgement
                 if stop_when_broken:
@@ -182,12 +202,28 @@ class Suite:
                 worst = case, judgement
         if worst is not None:
             self._describe(result, *worst)
+            if worst[1].verdict == "broken" and self.profile.keeps_failures:
+                worst[0].write(self._failures(contract) / f"{worst[0].key}.json")
         elif result.cases:
             result.verdict, result.message = "kept", ""
         elif all(not isinstance(self.history(case), str) for case in cases):
             result.verdict = "not-applicable"
         result.seconds = round(time.monotonic() - started, 3)
         return result
+
+    def _census(self, history: History) -> Census:
+        if history.case.key not in self._censuses:
+            self._censuses[history.case.key] = census(history)
+        return self._censuses[history.case.key]
+
+    def _failures(self, contract: Contract) -> Path:
+        """Where cases that broke a contract are kept, to be tried first in later runs."""
+        return self.directory / "failures" / self.target.name.replace(":", ".") / contract.name
+
+    def _failed_before(self, contract: Contract) -> list[Case]:
+        if not self.profile.keeps_failures:
+            return []
+        return [Case.read(path) for path in sorted(self._failures(contract).glob("*.json"))]
 
     def _describe(self, result: Verdict, case: Case, judgement: Judgement) -> None:
         path = case.write(self.directory / "cases" / f"{case.key}.json")
@@ -240,7 +276,7 @@ class Suite:
             return None
         history = self.history(found)
         assert isinstance(history, History)
-        result = Verdict(contract.name, "broken", cases=1, worlds=[max(found.worlds)])
+        result = Verdict(contract.name, "broken", contract.cases.name, cases=1, worlds=[max(found.worlds)])
         self._describe(result, found, contract(history))
         return result
 

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class Lab:
         directory: where evidence is kept; one directory per case and implementation, reused when it is complete.
         deadline: seconds a generation may take.
         paths: directories that the stack's modules are imported from, before those of `PYTHONPATH`.
+        progress: told when a world has to wait for cores or GPUs that others hold.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Lab:
         directory: Path = Path(".contracts"),
         deadline: float = 60.0,
         paths: Sequence[Path] = (),
+        progress: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.implementation = implementation
         self.python = python
@@ -60,6 +62,7 @@ class Lab:
         self.directory = Path(directory).resolve()
         self.deadline = deadline
         self.paths = tuple(map(str, paths))
+        self.progress = progress
         self._parent: _Parent | None = None
         self._about: dict[str, Any] = {}
 
@@ -136,7 +139,7 @@ class Lab:
         (evidence / "marks").mkdir(parents=True)
         (evidence / "job.json").write_text(json.dumps(details))
         watch = Watch({"marks": evidence / "marks", "root": Path(details["root"])})
-        with contextlib.closing(watch), lease(self.device, details["ranks"]) as slots:
+        with contextlib.closing(watch), lease(self.device, details["ranks"], waiting=self.progress) as slots:
             env = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
             if self.device == "cuda":
                 env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))

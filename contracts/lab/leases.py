@@ -7,7 +7,7 @@ import fcntl
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
@@ -30,8 +30,12 @@ def whole_worlds(device: str = "cpu", ranks: int = 2) -> int:
 
 
 @contextlib.contextmanager
-def lease(device: str, ranks: int, *, timeout: float = 600.0) -> Iterator[list[int]]:
+def lease(
+    device: str, ranks: int, *, timeout: float = 600.0, waiting: Callable[[str], None] = lambda text: None
+) -> Iterator[list[int]]:
     """Hold one slot per rank and yield their numbers; a CPU world larger than the machine holds every core.
+
+    `waiting` is called with a line of text while others hold them.
 
     Raises:
         LookupError: more ranks than GPUs.
@@ -43,12 +47,18 @@ def lease(device: str, ranks: int, *, timeout: float = 600.0) -> Iterator[list[i
     directory = Path(tempfile.gettempdir()) / f"fsdp-contracts-{os.getuid()}"
     directory.mkdir(mode=0o700, exist_ok=True)
     wanted, end = min(ranks, have), time.monotonic() + timeout
+    unit = "GPUs" if device == "cuda" else "cores"
     held: dict[int, int] = {}
     try:
         # One taker at a time: two that each hold half of what they need would wait for each other.
         turn = os.open(directory / "turn", os.O_CREAT | os.O_RDWR, 0o600)
         try:
-            _lock(turn, end, f"the turn to take {wanted} {device} slots")
+            _lock(
+                turn,
+                end,
+                f"the turn to take {wanted} {device} slots",
+                lambda: waiting(f"waiting for {wanted} {unit} that others use"),
+            )
             while len(held) < wanted:
                 for slot in range(have):
                     if slot not in held and len(held) < wanted:
@@ -61,6 +71,7 @@ def lease(device: str, ranks: int, *, timeout: float = 600.0) -> Iterator[list[i
                 if len(held) < wanted:
                     if time.monotonic() > end:
                         raise TimeoutError(f"{len(held)} of {wanted} {device} slots came free in {timeout:.0f} s ({directory})")
+                    waiting(f"waiting for {wanted} {unit} that others use, {len(held)} came free")
                     time.sleep(0.01)
         finally:
             os.close(turn)
@@ -82,11 +93,12 @@ def exclusive(path: Path, *, timeout: float = 1800.0) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, end: float, what: str) -> None:
+def _lock(descriptor: int, end: float, what: str, waiting: Callable[[], None] = lambda: None) -> None:
     while True:
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > end:
                 raise TimeoutError(f"another process holds {what}") from None
+            waiting()
             time.sleep(0.01)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from contracts.case import Case
+from contracts.census import Census
 from contracts.judging import REGISTRY
 from contracts.suite import Verdict
 
@@ -25,6 +27,27 @@ def table(verdicts: Sequence[Verdict], known: dict[str, str] | None = None) -> s
             f"{verdict.seconds:7.1f}{note}"
         )
     return "\n".join(lines)
+
+
+def censuses(verdicts: Sequence[Verdict]) -> str:
+    """One line per kind of case: what there was to judge in the histories that held evidence."""
+    by_kind: dict[str, Verdict] = {}
+    for verdict in verdicts:
+        known = by_kind.setdefault(verdict.kind, verdict)
+        if verdict.census.generations > known.census.generations:  # contracts that found evidence in more of them
+            by_kind[verdict.kind] = verdict
+    seen = {kind: verdict for kind, verdict in by_kind.items() if verdict.census.generations}
+    if not seen:
+        return ""
+    names = [item.name for item in fields(Census)]
+    width = max(len("kind of case"), *map(len, seen))
+    lines = ["", f"{'kind of case':{width}}  " + "  ".join(f"{name:>11}" for name in names) + "  worlds"]
+    for kind, verdict in sorted(seen.items()):
+        counts = "  ".join(f"{getattr(verdict.census, name):>11}" for name in names)
+        lines.append(f"{kind:{width}}  {counts}  {','.join([*map(str, verdict.worlds), *verdict.meshes])}")
+    whole = sum((verdict.census for verdict in seen.values()), Census())
+    lines.append(f"{'all':{width}}  " + "  ".join(f"{getattr(whole, name):>11}" for name in names))
+    return "\n".join([*lines, ""])
 
 
 def mark(verdict: str) -> str:
@@ -58,5 +81,6 @@ def _wrapped(text: str) -> list[str]:
     return [
         line
         for paragraph in text.splitlines()
-        for line in textwrap.wrap(paragraph, WIDTH, initial_indent="  ", subsequent_indent="  ", replace_whitespace=False) or [""]
+        for line in textwrap.wrap(paragraph, WIDTH, initial_indent="  ", subsequent_indent="  ", replace_whitespace=False)
+        or [""]
     ]

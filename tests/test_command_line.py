@@ -1,0 +1,109 @@
+"""The command line as a user meets it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from contracts.case import Case, Generation, Train
+from contracts.census import Census, census
+from contracts.cli import main
+from contracts.history import Event, History, Shard, State
+from contracts.judging import REGISTRY
+from contracts.rounds import added
+from contracts.suite import Verdict
+
+MUTANT = "CastsAfterOptimizerLoad"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """`fsdp-contracts`, called in this process from a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> SimpleNamespace:
+        try:
+            code = main(arguments)
+        except SystemExit as exit:
+            code = exit.code
+        out, err = capsys.readouterr()
+        return SimpleNamespace(code=code, out=out, err=err)
+
+    return call
+
+
+def test_list_names_every_contract_in_json(run):
+    listed = json.loads(run("list", "--json").out)
+    assert [one["name"] for one in listed] == list(REGISTRY)
+    assert set(listed[0]) == {"name", "family", "statement", "needs", "seen"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("run", "refrence"), "'refrence' is no implementation: name one of reference,"),
+        (("run", "reference", "--contracts", "resume.trajectry"), "did you mean resume.trajectory"),
+        (("run", "reference", "--contracts", "trajectory"), "did you mean resume.trajectory"),
+        (("run", "reference", "--contracts", "zzz.*"), "`fsdp-contracts list` names them all"),
+        (("run", "reference", "--worlds", "2,x"), "expected world sizes such as 1,2,4, got '2,x'"),
+        (("run", "reference", "--minutes", "0"), "expected minutes such as 30, got '0'"),
+        (("replay", "no-such.json"), "no-such.json: cannot read the case file"),
+    ],
+)
+def test_bad_usage_is_one_plain_line_and_exit_2(run, arguments, said):
+    done = run(*arguments)
+    assert done.code == 2
+    assert said in done.err
+    assert "Traceback" not in done.err
+
+
+def test_a_run_with_minutes_draws_afresh_and_tries_what_failed_before_first(run, tmp_path):
+    arguments = ("run", MUTANT, "--contracts", "precision.moments-survive-resume", "precision.params-declared",
+                 "--worlds", "1", "--profile", "nightly", "--no-shrink", "--json", "report.json")  # fmt: skip
+    first = run(*arguments, "--minutes", "0.1")
+    assert first.code == 1, first.err
+    assert "round 1, seed" in first.err
+    report = json.loads((tmp_path / "report.json").read_text())
+    verdicts = {one["name"]: one for one in report["contracts"]}
+    assert verdicts["precision.moments-survive-resume"]["verdict"] == "broken"
+    assert len(set(report["environment"]["seeds"])) == len(report["environment"]["seeds"]) >= 1
+    assert verdicts["precision.moments-survive-resume"]["census"]["tensors"] > 0
+    kept = list((tmp_path / ".contracts" / "failures" / MUTANT).rglob("*.json"))
+    assert [path.parent.name for path in kept] == ["precision.moments-survive-resume"]
+    again = run(*arguments, "--minutes", "0.02")
+    assert Path(json.loads((tmp_path / "report.json").read_text())["contracts"][0]["case_file"]).stem == kept[0].stem, again.err
+
+
+# --- rounds and censuses ---------------------------------------------------------------------------------------------
+
+
+def test_rounds_add_up_under_the_graver_verdict():
+    first = Verdict("a.b", "kept", "kind", cases=2, evidence=5, worlds=[2], census=Census(tensors=3), seconds=1.0)
+    second = Verdict(
+        "a.b", "broken", "kind", cases=1, evidence=4, worlds=[1], census=Census(tensors=4), message="seen", seconds=0.5
+    )
+    both = added(first, second)
+    assert (both.verdict, both.message) == ("broken", "seen")
+    assert (both.cases, both.evidence, both.worlds, both.census.tensors, both.seconds) == (3, 9, [1, 2], 7, 1.5)
+
+
+def test_a_round_for_which_there_was_no_time_takes_nothing_away():
+    first = Verdict("a.b", "kept", "kind", cases=2, evidence=5)
+    assert added(first, Verdict("a.b", "not-run", message="the time was up")).verdict == "kept"
+
+
+def test_a_census_counts_whole_tensors_once_and_sees_uneven_and_empty_shards():
+    case = Case(generations=(Generation(ranks=2, steps=(Train(1),)),))
+    trained = [Event("trained", rank, {"samples": [rank, rank + 2]}) for rank in (0, 1)]
+    pieces = {
+        "odd": (Shard(torch.ones(2, 2), (3, 2), (0, 0)), Shard(torch.ones(1, 2), (3, 2), (2, 0))),
+        "single": (Shard(torch.ones(1), (1,), (0,)), Shard(torch.ones(0), (1,), (1,))),
+        "even": (Shard(torch.ones(1), (2,), (0,)), Shard(torch.ones(1), (2,), (1,))),
+    }
+    states = [State("trained", rank, 1, {name: its[rank] for name, its in pieces.items()}, {}) for rank in (0, 1)]
+    found = census(History.of(case, trained, states=[states]))
+    assert found == Census(generations=1, steps=1, samples=4, tensors=3, elements=9, uneven=2, empty=1)
