@@ -479,16 +479,19 @@ def _crashed(ranks: int, scope: Scope) -> Sequence[SearchStrategy[Case]]:
     def draw_case(mode: str, rank: int, events: SearchStrategy[int], at: str = "") -> SearchStrategy[Case]:
         return st.builds(crash_case, st.just(ranks), st.just(mode), st.just(rank), events, st.just(at))
 
-    early, late = st.integers(0, EVENTS_OF_A_SAVE // 2 - 1), st.integers(EVENTS_OF_A_SAVE // 2, EVENTS_OF_A_SAVE - 1)
+    first, early = st.integers(1, 6), st.integers(7, EVENTS_OF_A_SAVE // 2 - 1)
+    late = st.integers(EVENTS_OF_A_SAVE // 2, EVENTS_OF_A_SAVE - 1)
     layout, modes = scope.layout, scope.modes()
     behind = modes[min(1, len(modes) - 1)]
     names = [rf"^{layout.published}$", *(re.escape(name) for name in (layout.pointer, layout.incomplete) if name)]
     publication = "|".join(names)
+    # A small stack's save has few events, so each corner that may lie beyond its last stands behind one that does not.
     corners = [
-        draw_case("sync", 0, st.integers(1, 2), publication), draw_case("sync", 0, early),
-        draw_case(behind, 0, st.integers(0, 4), publication), draw_case(behind, 0, early), draw_case("sync", 0, late),
+        draw_case("sync", 0, first), draw_case("sync", 0, st.just(0), publication),
+        draw_case("sync", 0, st.integers(1, 2), publication), draw_case(behind, 0, st.integers(0, 4), publication),
+        draw_case(behind, 0, first), draw_case("sync", 0, late), draw_case("sync", 0, early), draw_case(behind, 0, early),
     ]  # fmt: skip
-    return corners if ranks == 1 else [*corners[:1], draw_case("sync", ranks - 1, st.integers(0, 2)), *corners[1:]]
+    return corners if ranks == 1 else [*corners[:2], draw_case("sync", ranks - 1, st.integers(0, 2)), *corners[2:]]
 
 
 def crash_case(ranks: int, mode: str, rank: int, event: int, at: str = "", seed: int = 0) -> Case:
@@ -597,7 +600,7 @@ def _retained(ranks: int, scope: Scope) -> Sequence[SearchStrategy[Case]]:
     ]
 
 
-CRASHED_SAVES = Cases("crashed-saves", _crashed)
+CRASHED_SAVES = Cases("crashed-saves", _crashed, weight=2)
 """Save twice, one rank killed at a file event of the second; resume amid what it left, save again, resume."""
 
 DAMAGED_CHECKPOINTS = Cases("damaged-checkpoints", _damaged)
