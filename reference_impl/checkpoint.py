@@ -116,7 +116,7 @@ class Checkpointer:
         """Rank 0 makes the temporary directory and clears leftovers. None if ``step`` is already published whole."""
 
         def prepare() -> Path | None:
-            self.root.mkdir(parents=True, exist_ok=True)
+            published.make_directory(self.root)
             final, directory = self.root / published.final_name(step), self.root / published.temporary_name(step)
             if final.exists():
                 if not published.why_not_whole(final):

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from reference_impl.published import make_directory
+
 
 class MetricsLog:
     """``metrics.jsonl``: one object per line with ``kind`` (train | evaluation), ``step`` and values."""
@@ -16,7 +18,7 @@ class MetricsLog:
 
     def append(self, kind: str, step: int, **values: Any) -> None:
         if self.active:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_directory(self.path.parent)
             with open(self.path, "a") as file:
                 file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
 

@@ -74,16 +74,32 @@ def why_not_whole(directory: Path, *, verify: bool = False) -> str | None:
 
 
 def seal(directory: Path) -> None:
-    """List every file, its size and checksum in the manifest, written last, and flush files and folders to storage."""
+    """Write the manifest, last of all files, and flush them and their folders to storage."""
+    write_manifest(directory)
+    flush_tree(directory)
+
+
+def write_manifest(directory: Path) -> None:
+    """List every file, its size and its checksum."""
     files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != MANIFEST)
     sizes = {str(path.relative_to(directory)): path.stat().st_size for path in files}
-    with open(directory / MANIFEST, "w") as file:
-        digests = {str(path.relative_to(directory)): checksum(path) for path in files}
-        json.dump({"files": sizes, "sha256": digests}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    for path in (*files, *(path for path in directory.rglob("*") if path.is_dir()), directory):
+    digests = {str(path.relative_to(directory)): checksum(path) for path in files}
+    (directory / MANIFEST).write_text(json.dumps({"files": sizes, "sha256": digests}, indent=1))
+
+
+def flush_tree(directory: Path) -> None:
+    """Flush every file of a tree, and every folder, whose names are flushed with it alone."""
+    below = sorted(directory.rglob("*"))
+    for path in (*(path for path in below if path.is_file()), *(path for path in below if path.is_dir()), directory):
         flush(path)
+
+
+def make_directory(directory: Path) -> None:
+    """Make a directory and those above it that are missing; their names survive a power loss, as what will be in them does."""
+    if not directory.is_dir():
+        make_directory(directory.parent)
+        directory.mkdir(exist_ok=True)
+        flush(directory.parent)
 
 
 def point(root: Path, name: str) -> None:
