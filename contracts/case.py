@@ -202,6 +202,33 @@ class Kill:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PowerLoss:
+    """The machine loses power right before the `event`-th file event or flush of `rank`, counted as a Kill's are.
+
+    Every rank and writer is gone at once, and with them what no disk was sure to hold (`contracts.lab.power`): what was
+    not flushed of names and bytes; or, where `lost` is "bytes", of bytes alone, as names may get to a disk by themselves.
+    """
+
+    rank: int
+    event: int
+    save: int = 0
+    at: str = ""
+    lost: Literal["names and bytes", "bytes"] = "names and bytes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blind:
+    """`rank` does not see the paths in which `at` is found, as on a shared file system whose cache is stale.
+
+    Its questions about existence and its listings leave them out; opening one works. Every rank may raise in such a
+    generation, as with Fail.
+    """
+
+    rank: int
+    at: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Fail:
     """From the `event`-th open for writing whose path `at` is found in, nothing can be created by a process of `rank`.
 
@@ -231,7 +258,7 @@ class Tamper:
     file: int = 0
 
 
-Fault = Hold | Kill | Fail | Tamper
+Fault = Hold | Kill | PowerLoss | Blind | Fail | Tamper
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,7 +401,12 @@ def _phrase(item: Step | Fault) -> str:
         case Hold():
             return f"rank {item.rank} held at {item.at} until {item.until}"
         case Kill():
-            return f"rank {item.rank} killed at file event {item.event}" + (f" of save {item.save}" if item.save else "") + (f" at {item.at}" if item.at else "")
+            return f"rank {item.rank} killed at file event {item.event}" + _where(item)
+        case PowerLoss():
+            where = f"event or flush {item.event} of rank {item.rank}{_where(item)}"
+            return f"power lost at file {where}, and unflushed {item.lost} with it"
+        case Blind():
+            return f"rank {item.rank} does not see {item.at}"
         case Fail():
             return f"{item.error} on rank {item.rank} from open {item.event} of save {item.save} on, at {item.at or 'any path'}"
         case Tamper():
@@ -385,6 +417,10 @@ def _phrase(item: Step | Fault) -> str:
             return f"map the names of {source}"
         case _:
             return type(item).__name__.lower()
+
+
+def _where(fault: Kill | PowerLoss) -> str:
+    return (f" of save {fault.save}" if fault.save else "") + (f" at {fault.at}" if fault.at else "")
 
 
 _TAGGED: dict[str, type] = {kind.__name__: kind for kind in (*typing.get_args(Step), *typing.get_args(Fault))}

@@ -18,10 +18,13 @@ from typing import Any
 
 import torch
 
-from contracts.case import Case, Generation, Kill
+from contracts.case import Case, Generation, Kill, PowerLoss
 from contracts.checkpoint_dir import CheckpointDirectory
 from contracts.implementation import Layout
 from contracts.torchrun import Launch
+
+FLUSHES = ("fsync", "sync")
+"""Operations that change nothing but what a disk is sure to hold."""
 
 
 class MissingEvidence(LookupError):
@@ -56,7 +59,8 @@ class Shard:
 class Event:
     """Something that happened on `rank`.
 
-    File events seen from outside have kind "file" and no rank; what a rank was about to do to a path is an "attempt".
+    File events seen from outside have kind "file" and no rank; what a rank was about to do to a path is an "attempt", and
+    what it had flushed to storage when that returned a "flush".
     """
 
     kind: str
@@ -145,6 +149,7 @@ class GenerationHistory:
         disk: the published checkpoints at its end, by name.
         fired: faults that were carried out in a rank: `{"fault", "rank", "operation", "paths", …}`.
         tampered: what was done to the directory beforehand: `{"how", "paths"}`.
+        lost: what a power loss took, see `contracts.lab.power.lose`; empty where there was none.
         names: every name under the run's root at the end, with its size in bytes; a directory's ends in a slash.
         pointer: what the layout's pointer names at the end, or None.
     """
@@ -160,6 +165,7 @@ class GenerationHistory:
     tampered: list[dict[str, Any]] = field(default_factory=list)
     names: dict[str, int] = field(default_factory=dict)
     pointer: str | None = None
+    lost: dict[str, Any] = field(default_factory=dict)
 
     def of(self, *kinds: str, rank: int | None = None) -> list[Event]:
         """Events of these kinds, in order."""
@@ -185,8 +191,10 @@ class GenerationHistory:
     @property
     def failure(self) -> str | None:
         """Why this generation did not end as the case says, or None."""
-        wanted = {fault.rank for fault in self.case.faults if isinstance(fault, Kill)}
+        wanted = {fault.rank for fault in self.case.faults if isinstance(fault, Kill | PowerLoss)}
         first = self.launch.primary
+        if any(line["fault"] == "PowerLoss" for line in self.fired) and not self.launch.timed_out:
+            return None if first is not None and first.signal == "SIGKILL" else self.launch.explain()
         killed = {outcome.rank for outcome in self.launch.outcomes if outcome.signal == "SIGKILL"}
         struck = {line["rank"] for line in self.fired if line["fault"] == "Kill"}
         if wanted and not self.launch.timed_out and first is not None and (first.rank in wanted & killed or wanted & struck & killed):
@@ -280,16 +288,9 @@ def first_difference(expected: Mapping[Any, torch.Tensor], seen: Mapping[Any, to
 def _load_generation(directory: Path, number: int, generation: Generation) -> GenerationHistory:
     where = directory / f"generation-{number}"
     done = json.loads((where / "done.json").read_text())
-    # A mark's position among the outside events is its event's order.
-    marks: dict[tuple[int, str], int] = {}
-    events: list[Event] = []
-    for order, line in enumerate(_lines(where / "outside.jsonl")):
-        if line["tree"] == "marks":
-            if line["operation"] == "created":
-                rank, sequence, _ = line["path"].split(".", 2)
-                marks.setdefault((int(rank), sequence), order)
-        else:
-            events.append(Event("file", None, line, order))
+    marks = _marks(where)
+    outside = enumerate(_lines(where / "outside.jsonl"))
+    events = [Event("file", None, line, order) for order, line in outside if line["tree"] != "marks"]
     states: list[State] = []
     notes: list[str] = list(done["notes"])
     for rank in range(generation.ranks):
@@ -303,20 +304,18 @@ def _load_generation(directory: Path, number: int, generation: Generation) -> Ge
             events.append(Event(line["kind"], rank, line["data"], order))
     writers: dict[str, set[int]] = {}
     fired: list[dict[str, Any]] = []
-    for file in where.glob("files-*.jsonl"):
-        for line in _lines(file):
-            order = marks.get((line["rank"], f"{line['pid']}-{line['number']}"))
-            if "fault" in line:
-                fired.append(line)
-            if order is not None:  # none where a fault ended the process at this very event
-                events.append(Event("attempt", line["rank"], line, order))
-            if line.get("fault") == "Fail":
-                continue
-            if line["operation"] == "open":
-                writers.setdefault(line["paths"][0], set()).add(line["rank"])
-            elif line["operation"] == "rename" and len(line["paths"]) == 2:
-                # A file that was written under another name gets its final one here.
-                writers.setdefault(line["paths"][1], set()).add(line["rank"])
+    for order, line in inside_events(where, marks):
+        if "fault" in line:
+            fired.append(line)
+        if order is not None:
+            events.append(Event("flush" if line["operation"] in FLUSHES else "attempt", line["rank"], line, order))
+        if line.get("fault") == "Fail":
+            continue
+        if line["operation"] == "open":
+            writers.setdefault(line["paths"][0], set()).add(line["rank"])
+        elif line["operation"] == "rename" and len(line["paths"]) == 2:
+            # A file that was written under another name gets its final one here.
+            writers.setdefault(line["paths"][1], set()).add(line["rank"])
     return GenerationHistory(
         case=generation,
         launch=Launch.from_json(done["launch"]),
@@ -329,7 +328,29 @@ def _load_generation(directory: Path, number: int, generation: Generation) -> Ge
         tampered=done.get("tampered", []),
         names=done.get("names", {}),
         pointer=done.get("pointer"),
+        lost=done.get("lost", {}),
     )
+
+
+def inside_events(evidence: Path, marks: dict[tuple[int, str], int] | None = None) -> list[tuple[int | None, dict[str, Any]]]:
+    """What the processes of a generation did to files, each with its order; in that order, and last what has none.
+
+    An event at which a fault ended its process left no mark, so it has no order.
+    """
+    marks = _marks(evidence) if marks is None else marks
+    lines = [line for file in sorted(evidence.glob("files-*.jsonl")) for line in _lines(file)]
+    found = [(marks.get((line["rank"], f"{line['pid']}-{line['number']}")), line) for line in lines]
+    return sorted(found, key=lambda item: float("inf") if item[0] is None else item[0])
+
+
+def _marks(evidence: Path) -> dict[tuple[int, str], int]:
+    """A mark's position among the outside events is its event's order."""
+    marks: dict[tuple[int, str], int] = {}
+    for order, line in enumerate(_lines(evidence / "outside.jsonl")):
+        if line["tree"] == "marks" and line["operation"] == "created":
+            rank, sequence, _ = line["path"].split(".", 2)
+            marks.setdefault((int(rank), sequence), order)
+    return marks
 
 
 def _load_state(where: Path, line: dict[str, Any], order: int) -> State:

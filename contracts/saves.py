@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from contracts.case import Kill
+from contracts.case import Kill, PowerLoss
 from contracts.checkpoint_dir import CheckpointDirectory
 from contracts.history import Event, GenerationHistory, History
 from contracts.implementation import Layout
@@ -58,12 +58,27 @@ def why(generation: GenerationHistory) -> str:
     return "refuses to start: " + (generation.failure or "").splitlines()[0]
 
 
+def returned_step(generation: GenerationHistory) -> int:
+    """The step of the newest save that was complete when any rank went on; 0 where there is none."""
+    steps = [0]
+    for rank in range(generation.case.ranks):
+        saved = 0
+        for event in generation.of("save-begins", "finalize-returns", rank=rank):
+            saved = event.step if event.kind == "save-begins" else saved
+            if event.kind == "finalize-returns":
+                steps.append(saved)
+    return max(steps)
+
+
 def kill_point(generation: GenerationHistory) -> str | None:
-    """Where the generation's kill struck, in words; None where it never did."""
+    """Where the generation's kill struck, or its power loss, in words; None where none did."""
     for line in generation.fired:
-        if line["fault"] == "Kill":
-            (fault,) = (fault for fault in generation.case.faults if isinstance(fault, Kill))
-            return f"rank {line['rank']} killed at event {fault.event}, before {line['operation']} {' → '.join(line['paths'])}"
+        if line["fault"] in ("Kill", "PowerLoss"):
+            (fault,) = (fault for fault in generation.case.faults if isinstance(fault, Kill | PowerLoss))
+            before = f"before {line['operation']} {' → '.join(line['paths'])}"
+            if line["fault"] == "Kill":
+                return f"rank {line['rank']} killed at event {fault.event}, {before}"
+            return f"power lost at event {fault.event} of rank {line['rank']}, {before}, and unflushed {fault.lost} with it"
     return None
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from contracts.case import (
+    Blind,
     Case,
     Checkpoint,
     Data,
@@ -33,6 +34,7 @@ from contracts.case import (
     Model,
     Optimizer,
     Overwrite,
+    PowerLoss,
     Precision,
     Resume,
     Retune,
@@ -496,18 +498,45 @@ def _crashed(ranks: int, scope: Scope) -> Sequence[SearchStrategy[Case]]:
 
 def crash_case(ranks: int, mode: str, rank: int, event: int, at: str = "", seed: int = 0) -> Case:
     """A run whose `rank` is killed at a file event of its second save, which also retires the first; then a resume."""
+    return _ended_in_its_second_save(ranks, mode, Kill(rank=rank, event=event, save=2, at=at), (Tamper(how="litter"),), seed)
+
+
+def power_case(ranks: int, mode: str, rank: int, event: int, lost: str = "names and bytes", at: str = "") -> Case:
+    """A run that loses power at a file event or flush of `rank` in its second save; else as `crash_case`."""
+    return _ended_in_its_second_save(ranks, mode, PowerLoss(rank=rank, event=event, save=2, at=at, lost=lost))
+
+
+def _ended_in_its_second_save(
+    ranks: int, mode: str, end: Kill | PowerLoss, then: tuple[Tamper, ...] = (), seed: int = 0
+) -> Case:
     steps = (Train(1), Save(), Finalize(), Train(1), Save(), Finalize())
     again = (Resume(), Train(1), Save(), Finalize(), Train(1))
     return Case(
         generations=(
-            Generation(ranks=ranks, steps=steps, faults=(Kill(rank=rank, event=event, save=2, at=at),)),
-            Generation(ranks=ranks, steps=again, faults=(Tamper(how="litter"),), seed=1),
+            Generation(ranks=ranks, steps=steps, faults=(end,)),
+            Generation(ranks=ranks, steps=again, faults=then, seed=1),
             Generation(ranks=ranks, steps=(Resume(),), seed=2),
         ),
         model=SMALLEST,
         checkpoint=Checkpoint(mode=mode, keep_latest=1),
         seed=seed,
     )
+
+
+def _powerless(ranks: int, scope: Scope) -> Sequence[SearchStrategy[Case]]:
+    def draw_case(mode: str, rank: int, lost: str, events: SearchStrategy[int], at: str = "") -> SearchStrategy[Case]:
+        return st.builds(power_case, st.just(ranks), st.just(mode), st.just(rank), events, st.just(lost), st.just(at))
+
+    everything, content = "names and bytes", "bytes"
+    modes = scope.modes()
+    behind = modes[min(1, len(modes) - 1)]
+    # What a save was to have made sure shows from its first event on; the next one's own flushes, around its publication.
+    start, middle = st.integers(0, 2), st.integers(3, EVENTS_OF_A_SAVE)
+    published = rf"^{scope.layout.published}(/|$)|^\.$"
+    return [
+        draw_case("sync", 0, everything, start), draw_case("sync", 0, content, st.integers(1, 2), published),
+        draw_case(behind, 0, everything, middle), draw_case("sync", ranks - 1, everything, start),
+    ]  # fmt: skip
 
 
 def _damaged(ranks: int, scope: Scope) -> Sequence[SearchStrategy[Case]]:
@@ -545,6 +574,29 @@ def _failed(ranks: int, scope: Scope) -> Sequence[SearchStrategy[Case]]:
         draw_case("sync", last, SHARDS, first), draw_case(modes[-1], 0, SHARDS, first),
         draw_case(modes[min(1, len(modes) - 1)], 0, "", st.integers(0, 9)),
     ]  # fmt: skip
+
+
+def _viewed(ranks: int, scope: Scope) -> Sequence[SearchStrategy[Case]]:
+    if ranks == 1:
+        return []
+
+    @st.composite
+    def draw_case(draw: st.DrawFn, rank: int, unseen: str) -> Case:
+        save = (Train(1), Save(), Finalize())
+        start, end = re.fullmatch(r"(.*)\(\?P<step>.*?\)(.*)", scope.layout.published, re.DOTALL).groups()
+        at = rf"^{start}{unseen}{end}(/|$)"
+        return Case(
+            generations=(
+                Generation(ranks=ranks, steps=save * 2),
+                Generation(ranks=ranks, steps=(Resume(), *save), faults=(Blind(rank=rank, at=at),), seed=1),
+            ),
+            model=SMALLEST,
+            checkpoint=Checkpoint(mode=draw(st.sampled_from(scope.modes()[:2]))),
+            seed=draw(st.integers(0, 99)),
+        )
+
+    last = ranks - 1
+    return [draw_case(last, "2"), draw_case(last, r"\d+"), draw_case(0, "2"), draw_case(0, r"\d+")]
 
 
 def _pressed(ranks: int, scope: Scope) -> Sequence[SearchStrategy[Case]]:
@@ -602,6 +654,12 @@ def _retained(ranks: int, scope: Scope) -> Sequence[SearchStrategy[Case]]:
 
 CRASHED_SAVES = Cases("crashed-saves", _crashed, weight=2)
 """Save twice, one rank killed at a file event of the second; resume amid what it left, save again, resume."""
+
+POWER_LOSSES = Cases("power-losses", _powerless)
+"""Save twice; the power is lost at a file event or flush of the second; resume from what was flushed, save again, resume."""
+
+DIFFERENT_VIEWS = Cases("different-views", _viewed)
+"""Save twice; resume where one rank does not see the newest checkpoint, or any; save again."""
 
 DAMAGED_CHECKPOINTS = Cases("damaged-checkpoints", _damaged)
 """Save twice; one file of the newest checkpoint is damaged; resume."""

@@ -119,6 +119,37 @@ class WritesFourFiles(Honest):
             (mine / name).write_text(name)
 
 
+class Flushes(Honest):
+    """Every rank makes a directory at each save and writes two files into it, of which it flushes the first."""
+
+    saves = 0
+
+    def save(self, *, final: bool = False) -> None:
+        self.saves += 1
+        mine = self.place.root / f"rank-{self.place.rank}-{self.saves}"
+        mine.mkdir()
+        for name in "ab":
+            with open(mine / name, "w") as file:
+                file.write(name)
+                file.flush()
+                if name == "a":
+                    os.fsync(file.fileno())
+        for directory in (mine, self.place.root):
+            handle = os.open(directory, os.O_RDONLY)
+            os.fsync(handle)
+            os.close(handle)
+        dist.barrier()
+
+
+class LooksBeforeItWrites(Honest):
+    """Every rank makes a directory of its own where it sees none."""
+
+    def save(self, *, final: bool = False) -> None:
+        mine = self.place.root / f"rank-{self.place.rank}"
+        if not mine.exists():
+            mine.mkdir()
+
+
 class RemovesATree(Honest):
     """Rank 0 makes a small tree and removes it."""
 

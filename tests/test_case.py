@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from contracts import published_names
 from contracts.case import (
+    Blind,
     Case,
     Checkpoint,
     Data,
@@ -22,6 +23,7 @@ from contracts.case import (
     Model,
     Optimizer,
     Overwrite,
+    PowerLoss,
     Precision,
     Resume,
     Save,
@@ -48,6 +50,8 @@ def any_case() -> st.SearchStrategy[Case]:
             Hold, rank=st.integers(0, ranks - 1), at=st.text(), until=st.text(), grace=st.floats(0, 1), at_most=st.floats(0, 9)
         ),
         st.builds(Kill, rank=st.integers(0, ranks - 1), event=st.integers(0, 99)),
+        st.builds(PowerLoss, rank=st.integers(0, ranks - 1), event=st.integers(0, 99), lost=st.just("bytes")),
+        st.builds(Blind, rank=st.integers(0, ranks - 1), at=st.text()),
     )
     generations = st.builds(
         Generation, ranks=st.just(ranks), steps=st.lists(steps, min_size=1, max_size=4).map(tuple),

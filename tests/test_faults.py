@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from contracts.case import Case, Exit, Fail, Finalize, Generation, Kill, Save, Tamper, Train
+from contracts.case import Blind, Case, Exit, Fail, Finalize, Generation, Kill, PowerLoss, Save, Tamper, Train
 from contracts.implementation import Layout
 from contracts.lab import tamper
 from contracts.lab.lab import Lab
@@ -56,6 +56,39 @@ def test_a_kill_is_counted_from_the_save_that_it_names(lab):
     assert history.failures == []
     assert of_rank_1(history) == {"rank-1/", "rank-1/a"}
     assert [(line["fault"], line["operation"], line["paths"]) for line in history.generations[0].fired] == [("Kill", "open", ["rank-1/b"])]
+
+
+def test_power_is_lost_on_every_rank_and_takes_what_was_not_flushed(lab):
+    history = lab.run(case(Save(), Save(), faults=(PowerLoss(rank=1, event=4, save=2),)), "lab_faults:Flushes")
+    generation = history.generations[0]
+    assert history.failures == []
+    assert [outcome.signal for outcome in generation.launch.outcomes] == ["SIGKILL", "SIGKILL"]
+    assert [(line["rank"], line["operation"], line["paths"]) for line in generation.fired] == [(1, "fsync", ["rank-1-2"])]
+    # Of the second save, rank 1 has flushed the first of its two files, and not their directory.
+    assert {name for name in generation.names if name.startswith("rank-1")} == {"rank-1-1/", "rank-1-1/a", "rank-1-1/b"}
+    assert generation.names["rank-1-1/a"] == 1
+    assert "rank-1-2" in generation.lost["gone"]
+    flushes = [event.paths[0] for event in generation.of("flush", rank=1)]
+    assert flushes == ["rank-1-1/a", "rank-1-1", ".", "rank-1-2/a"]
+
+
+def test_where_names_are_on_the_disk_bytes_alone_are_lost(lab):
+    history = lab.run(case(Save(), Save(), faults=(PowerLoss(rank=1, event=4, save=2, lost="bytes"),)), "lab_faults:Flushes")
+    its = {name: size for name, size in history.generations[0].names.items() if name.startswith("rank-1-2/")}
+    assert its == {"rank-1-2/": 0, "rank-1-2/a": 1, "rank-1-2/b": 0}
+
+
+def test_power_that_is_never_lost_takes_nothing(lab):
+    history = lab.run(case(Save(), faults=(PowerLoss(rank=1, event=99),)), "lab_faults:Flushes")
+    assert history.generations[0].lost == {}
+    assert "rank 1 was to be killed at a file event, and had fewer" in history.failures[0]
+
+
+def test_a_rank_that_does_not_see_a_path_says_what_it_ran_into(lab):
+    history = lab.run(case(Save(), Save(), faults=(Blind(rank=1, at="^rank-1$"),)), "lab_faults:LooksBeforeItWrites")
+    generation = history.generations[0]
+    assert [(event.rank, event.step) for event in generation.of("raised")] == [(1, 1)]
+    assert [event.step for event in generation.of("step-done", rank=0)] == [0, 1]
 
 
 def test_a_process_that_exits_after_its_save_has_not_failed(lab):

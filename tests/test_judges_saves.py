@@ -20,6 +20,7 @@ from test_judges import (
 
 from contracts import crash_points
 from contracts.case import (
+    Blind,
     Case,
     Checkpoint,
     Exit,
@@ -28,6 +29,7 @@ from contracts.case import (
     Generation,
     Kill,
     Overwrite,
+    PowerLoss,
     Resume,
     Save,
     Tamper,
@@ -146,6 +148,63 @@ def test_a_leftover_in_a_checkpoint_is_broken():
 
 def test_a_leftover_that_blocks_the_next_save_is_broken():
     assert_broken(judge("crash.stale-leftovers", raised(Crashed().history(), 1)), "with tmp_step_2 left behind")
+
+
+# --- the power lost in the second save --------------------------------------------------------------------------------
+
+NOTHING = {"cut": {}, "gone": [], "back": [], "unseen": []}
+
+
+def powerless(crashed: Crashed | None = None, *, returned: int = 1, lost: str = "names and bytes", **took) -> History:
+    """The same run, which lost power instead; `took` says what went with it."""
+    history = (crashed or Crashed()).history()
+    first = history.generations[0]
+    fault = PowerLoss(rank=1, event=1, save=2, lost=lost)
+    first.case = dataclasses.replace(first.case, faults=(fault,))
+    first.fired[0]["fault"] = "PowerLoss"
+    first.lost = NOTHING | took
+    first.events += [*on_every_rank("save-begins", step=returned), *on_every_rank("finalize-returns")]
+    return died(history, rank=0)
+
+
+def test_a_run_that_goes_on_from_what_was_flushed_keeps():
+    assert_kept(judge("crash.power-loss", powerless()))
+    assert_kept(judge("crash.power-loss", powerless(gone=["tmp_step_2"], cut={"tmp_step_2/a": [9, 0]})))
+
+
+@pytest.mark.parametrize(
+    ("crashed", "took", "words"),
+    [
+        (Crashed(), {"cut": {"step_1/a": [9, 0]}}, "the save of step 1 had returned, and is lost: step_1/a has 0 of 9 bytes"),
+        (Crashed(left={}, resumed=0), {"gone": ["step_1"], "back": ["tmp_step_1"]}, "is lost: step_1 is gone"),
+        (Crashed(left={}, resumed=0), {"gone": ["latest"]}, "is lost: latest is gone"),
+        (
+            Crashed(left={"step_1": stored(), "step_2": TORN}, resumed=2), {"cut": {"step_2/a": [90, 0]}, "lost": "bytes"},
+            "silently differs: resumed at step 2; the newest whole",
+        ),
+        (Crashed(left={"step_1": stored(), "step_2": stored()}), {}, "lost work: resumed at step 1; the newest whole"),
+        (Crashed(values=7), {}, "silently differs: resumed at step 1: model.layers.0.weight element 0"),
+    ],
+)  # fmt: skip
+def test_a_power_loss_names_its_outcome(crashed, took, words):
+    lost = took.pop("lost", "names and bytes")
+    point = f"power lost at event 1 of rank 1, before open tmp_step_2/a, and unflushed {lost} with it"
+    assert_broken(judge("crash.power-loss", powerless(crashed, lost=lost, **took)), point, words)
+
+
+def test_a_checkpoint_that_lost_bytes_is_not_the_newest_whole_one():
+    whole = {"step_1": stored(), "step_2": stored()}
+    assert_kept(judge("crash.power-loss", powerless(Crashed(left=whole), cut={"step_2/tokenizer.json": [9, 0]})))
+
+
+def test_a_run_that_refuses_to_start_after_a_power_loss_is_broken():
+    assert_broken(judge("crash.power-loss", raised(powerless(), 1)), "refuses to start: rank 0 raised ValueError: no")
+
+
+def test_a_power_loss_is_judged_only_where_it_struck_and_every_writer_is_known():
+    assert_not_applicable(judge("crash.every-crash-point", Crashed(struck=False).history()))
+    assert_not_applicable(judge("crash.power-loss", powerless(unseen=["step_1/native.bin"])))
+    assert_broken(judge("crash.power-loss", powerless(Crashed(values=7), unseen=["step_1/native.bin"])), "silently differs")
 
 
 # --- a damaged file ---------------------------------------------------------------------------------------------------
@@ -449,15 +508,51 @@ def test_a_checkpoint_that_two_ranks_rename_is_broken():
     assert_broken(judge("writers.one-publisher", saved(*rename)), "step_1 was given its name by ranks 0, 1")
 
 
+RESUMED = Event("resume-returns", 0, {"step": 2})
+
+
+def viewed(*events: Event) -> History:
+    generation = Generation(ranks=RANKS, steps=(Resume(), Train(1), Save()), faults=(Blind(rank=1, at="^step_2"),))
+    return History.of(Case(generations=(Generation(ranks=RANKS, steps=(Train(1), Save())), generation)), [], events)
+
+
+def test_ranks_that_take_one_branch_or_all_raise_keep():
+    resumed, saved = on_every_rank("resume-returns", step=2), on_every_rank("save-returns", step=3)
+    assert_kept(judge("writers.no-local-view-branching", viewed(*resumed, *saved)))
+    assert_kept(judge("writers.no-local-view-branching", viewed(*on_every_rank("raised", step=0, error="PeerError: rank 1"))))
+
+
+@pytest.mark.parametrize(
+    ("events", "words"),
+    [
+        ([RESUMED, Event("resume-returns", 1, {"step": 1})], "rank 0 resumed at step 2; rank 1 resumed at step 1"),
+        ([RESUMED, Event("raised", 1, {"step": 0})], "rank 0 resumed at step 2; rank 1 raised in its step number 0"),
+        (
+            [Event("raised", 1, {"step": 0}), Event("gave-up", 1), Event("raised", 0, {"step": 0})],
+            "rank 0 came back from nothing; rank 1 raised in its step number 0",
+        ),
+    ],
+)  # fmt: skip
+def test_ranks_that_each_look_for_themselves_are_broken(events, words):
+    assert_broken(judge("writers.no-local-view-branching", viewed(*events)), "rank 1 does not see ^step_2", words)
+
+
+def test_ranks_that_wait_for_each_other_are_broken():
+    history = raised(viewed(*on_every_rank("resume-returns", step=2)), 1)
+    history.generations[1].launch.timed_out = True
+    assert_broken(judge("writers.no-local-view-branching", history), "the ranks wait for each other")
+
+
 # --- every crash point ------------------------------------------------------------------------------------------------
 
 
 class Control:
-    """A lab whose control run has two file events on rank 0 and one on rank 1 after the second save began."""
+    """A lab whose control run has two file events and a flush on rank 0 and an event on rank 1 after the second save began."""
 
     def run(self, case: Case) -> History:
         saves = [event for step in (1, 2) for event in on_every_rank("save-begins", step=step)]
         events = [attempt("mkdir", "a"), *saves, attempt("mkdir", "b"), attempt("open", "b/c"), attempt("open", "b/d", rank=1)]
+        events.append(Event("flush", 0, {"operation": "fsync", "paths": ["b/c"]}))
         return History.of(case, events, [], [])
 
 
@@ -466,7 +561,16 @@ def test_crash_points_are_the_events_of_the_second_save_on_every_rank():
     assert [(fault.rank, fault.event, fault.save) for fault in seen] == [(0, 0, 2), (0, 1, 2), (1, 0, 2)]
 
 
+def test_power_is_lost_at_events_and_flushes_with_names_and_without():
+    seen = [case.generations[0].faults[0] for case in crash_points.points(Control(), RANKS, "sync", power_loss=True)]
+    assert all(isinstance(fault, PowerLoss) and fault.save == 2 for fault in seen)
+    points = [(0, 0), (0, 1), (0, 2), (1, 0)]
+    expected = [(*point, lost) for point in points for lost in ("names and bytes", "bytes")]
+    assert [(fault.rank, fault.event, fault.lost) for fault in seen] == expected
+
+
 def test_the_outcome_of_a_crash_point_is_told_in_one_of_five_ways():
     assert crash_points.outcome(Crashed().history())[0] == "resumes exactly"
     assert crash_points.outcome(Crashed(values=7).history())[0] == "silently differs"
     assert crash_points.outcome(raised(Crashed().history(), 1))[0] == "refuses to start"
+    assert crash_points.outcome(powerless(Crashed(left={}, resumed=0)), "crash.power-loss")[0] == "is lost"

@@ -39,6 +39,8 @@ NEAR = {
     "WritesCompanionsInTwoGoes": ("writers.replicated-*", "writers.visible-*"),
     "FinalizesSlowly": ("publish.finalize-before-*", "publish.published-*"),
     "InstallsItsRulesTwice": ("keys.*",),
+    "FlushesInItsOwnOrder": ("crash.power-loss", "publish.finalize-before-*"),
+    "EveryRankHasASay": ("writers.no-local-*",),
     "RefusesInItsOwnWords": ("precision.master-dtype-*", "order.drift-*"),
 }
 """The contracts that each of these comes closest to breaking; `make prove` judges every neighbour by all of them."""

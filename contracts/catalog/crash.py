@@ -9,8 +9,8 @@ from contracts.history import GenerationHistory, History
 from contracts.implementation import Capability, Layout
 from contracts.judging import Check, NotApplicable, contract
 from contracts.lab.tamper import LITTER
-from contracts.saves import kill_point, newest, resumed_step, step_of, whole_steps, why
-from contracts.strategies import CRASHED_SAVES, DAMAGED_CHECKPOINTS, FAILED_SAVES
+from contracts.saves import kill_point, newest, resumed_step, returned_step, step_of, whole_steps, why
+from contracts.strategies import CRASHED_SAVES, DAMAGED_CHECKPOINTS, FAILED_SAVES, POWER_LOSSES
 
 NEEDS = {Capability.TRAIN, Capability.RESUME, Capability.PUBLISH}
 
@@ -24,13 +24,41 @@ def every_crash_point(history: History, check: Check) -> None:
 
     Seen: NVIDIA-NeMo/Megatron-Bridge#4678, KempnerForge#102.
     """
-    first, again, third = history.generations
+    _goes_on(history, check, _point(history.generations[0]))
+
+
+@contract(cases=POWER_LOSSES, needs=NEEDS)
+def power_loss(history: History, check: Check) -> None:
+    """At whichever moment of a save the power is lost, and with it what was not flushed, the resume goes on exactly.
+
+    A save that had returned is on the disk: every file, its name, and the name of each directory above it. The disk is one
+    that POSIX allows: bytes are safe once their file was flushed with fsync, a name once its directory was. What else is
+    left is never taken for a checkpoint, whatever its name: on many file systems a rename gets to the disk before the
+    bytes of what was renamed.
+
+    Seen: NVIDIA/NVFlare#5011.
+    """
+    first, again, _ = history.generations
     point = _point(first)
+    saved = returned_step(first)
+    if not check(saved, f"{point}: no save had returned before"):
+        return
+    whole = _whole_after(first, again, history.layout)
+    lost = f"{point}: the save of step {saved} had returned, and is lost: {_losses(first, saved, history.layout)}"
+    if not check(whole and whole[-1] >= saved, lost):
+        return
+    _goes_on(history, check, point)
+    if first.lost["unseen"] and not check.failures:
+        raise NotApplicable(f"{first.lost['unseen'][0]} was written by what this lab does not see, nor its flushes")
+
+
+def _goes_on(history: History, check: Check, point: str) -> None:
+    first, again, third = history.generations
     if again.failure:
         check(False, f"{point}: {why(again)}")
         return
     seen = resumed_step(again)
-    whole = whole_steps(first, history.layout, like=newest(again, history.layout))
+    whole = _whole_after(first, again, history.layout)
     if not check(whole, f"{point}: no whole checkpoint was left; the resume came back at step {seen}"):
         return
     outcome = "lost work" if seen < whole[-1] else "silently differs"
@@ -123,6 +151,21 @@ def disk_full(history: History, check: Check) -> None:
     seen = resumed_step(again)
     check(seen == whole[-1], f"{where}; the resume came back at step {seen}, and step {whole[-1]} stood there whole")
     check(seen is not None and seen + 1 in whole_steps(again, layout), f"{where}; with room again, nothing was published")
+
+
+def _whole_after(first: GenerationHistory, again: GenerationHistory, layout: Layout) -> list[int]:
+    """Steps of the checkpoints that an interrupted run left whole, in order: none of their files has lost bytes."""
+    cut = {step_of(path.partition("/")[0], layout) for path in first.lost.get("cut", ())}
+    return [step for step in whole_steps(first, layout, like=newest(again, layout)) if step not in cut]
+
+
+def _losses(generation: GenerationHistory, step: int, layout: Layout) -> str:
+    """What the power loss took of the checkpoint of `step`, or of everything where nothing of that one is missing."""
+    told = {path: f"{path} has {after} of {before} bytes" for path, (before, after) in generation.lost["cut"].items()}
+    told |= {path: f"{path} is gone" for path in generation.lost["gone"]}
+    its = [text for path, text in told.items() if step_of(path.partition("/")[0], layout) == step] or list(told.values())
+    more = f" and {len(its) - 3} more" if len(its) > 3 else ""
+    return ", ".join(its[:3]) + more if its else "no bytes were cut and no name was lost"
 
 
 def _is_unpublished(path: str, layout: Layout) -> bool:

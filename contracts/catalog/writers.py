@@ -6,11 +6,12 @@ import os
 import re
 from collections.abc import Iterator
 
+from contracts.case import Blind
 from contracts.history import Event, GenerationHistory, History
 from contracts.implementation import Capability
 from contracts.judging import Check, NotApplicable, contract
 from contracts.saves import step_of
-from contracts.strategies import FAILED_SAVES, SAVED_RUNS
+from contracts.strategies import DIFFERENT_VIEWS, FAILED_SAVES, SAVED_RUNS
 
 
 @contract(cases=SAVED_RUNS, needs={Capability.TRAIN, Capability.COMPANIONS})
@@ -113,6 +114,35 @@ def failure_reaches_everyone(history: History, check: Check) -> None:
         raised = [event for event in generation.of("raised", rank=rank) if event.order < gave_up]
         last = [event.kind for event in generation.events if event.rank == rank and event.kind.endswith(("begins", "returns"))][-1:]
         check(raised, f"{where}, and rank {rank} did not raise for seconds; the last it said was {', '.join(last)}")
+
+
+@contract(cases=DIFFERENT_VIEWS, needs={Capability.TRAIN, Capability.RESUME, Capability.PUBLISH})
+def no_local_view_branching(history: History, check: Check) -> None:
+    """Ranks that see the file system differently take one branch together, or all raise.
+
+    On a shared file system one rank may not see yet what another has made. Ranks that each look for themselves resume at
+    different steps, or wait for each other in different collectives.
+
+    Seen: KempnerForge#49.
+    """
+    for generation in history.generations:
+        blind = [fault for fault in generation.case.faults if isinstance(fault, Blind)]
+        if not blind:
+            continue
+        where = f"rank {blind[0].rank} does not see {blind[0].at}"
+        told = (generation.failure or "").partition("\n")[0]
+        check(not generation.launch.timed_out, f"{where}, and the ranks wait for each other: {told}")
+        gave_up = min((event.order for event in generation.of("gave-up")), default=float("inf"))
+        branches = [_branch(generation, rank, gave_up) for rank in range(generation.case.ranks)]
+        for rank, branch in enumerate(branches):
+            check(branch == branches[0], f"{where}: rank 0 {branches[0]}; rank {rank} {branch}")
+
+
+def _branch(generation: GenerationHistory, rank: int, gave_up: float) -> str:
+    """What a rank did, in words; a failure that it had only once a peer had left it alone is none of its own."""
+    words = {"resume-returns": "resumed at step {}", "save-returns": "saved step {}", "raised": "raised in its step number {}"}
+    events = [event for event in generation.of(*words, rank=rank) if event.kind != "raised" or event.order < gave_up]
+    return ", ".join(words[event.kind].format(event.step) for event in events) or "came back from nothing"
 
 
 @contract(cases=SAVED_RUNS, needs={Capability.TRAIN, Capability.PUBLISH})

@@ -2,14 +2,18 @@
 
 A `sys.addaudithook` hook sees what Python does to paths under the run's root. Native writers raise no audit event, so
 the known ones (safetensors, tokenizers, `torch.save` to a path) are wrapped where Python calls them. The view from
-outside, inotify, is the oracle for *what* happened to a path; this one says *who* did it.
+outside, inotify, is the oracle for *what* happened to a path; this one says *who* did it. A flush raises no audit event
+either: `os.fsync`, `os.fdatasync` and `os.sync` are wrapped, so one in native code, or by a name that was imported from
+`os` earlier, is not seen.
 
 The module is imported by `sitecustomize` in spawned writer processes too, so it may import nothing heavy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
 import importlib.util
 import json
 import os
@@ -42,7 +46,9 @@ class FileEvents:
         faults = [fault for fault in job["faults"] if fault.get("rank") == rank]
         self.holds = [fault for fault in faults if fault["do"] == "Hold"]
         # A rank's processes count their events each for itself; the rank's own count says when it is killed.
-        self.kills = [fault for fault in faults if fault["do"] == "Kill"] if is_rank else []
+        self.kills = [fault for fault in faults if fault["do"] in ("Kill", "PowerLoss")] if is_rank else []
+        self.keeps = any(fault["do"] == "PowerLoss" for fault in job["faults"])
+        """Whether what is removed or replaced is kept aside: a disk may not have heard of it when the power is lost."""
         self.fails = [fault for fault in faults if fault["do"] == "Fail"]
         self._begin()
 
@@ -61,22 +67,25 @@ class FileEvents:
 
     def install(self) -> None:
         os.register_at_fork(after_in_child=self._begin_in_forked_child)
+        if self.keeps:
+            (self.evidence / "kept").mkdir(exist_ok=True)
         sys.addaudithook(self._hook)
         _wrap_native_writers(self)
+        _wrap_flushes(self)
 
     def _hook(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "open":
             path, mode, flags = args
             if isinstance(path, int) or not (flags or 0) & _WRITES:
                 return
-            self.happened("open", path)
+            self.happened("open", path, truncates=bool(flags & os.O_TRUNC), exclusive=bool(flags & os.O_EXCL))
         elif event in ("os.remove", "os.rmdir") and args[1] != -1:
             # `shutil.rmtree` names what it removes relative to an open directory.
             self.happened(event.removeprefix("os."), f"/proc/self/fd/{args[1]}/{os.fsdecode(args[0])}")
         elif event in _PATH_EVENTS:
             self.happened(event.removeprefix("os."), *args[: _PATH_EVENTS[event]])
 
-    def happened(self, operation: str, *paths: Any) -> None:
+    def happened(self, operation: str, *paths: Any, **how: bool) -> None:
         """Record one event about to happen, and hold or kill this process where a fault says so."""
         if getattr(self.busy, "here", False):
             return
@@ -93,25 +102,72 @@ class FileEvents:
                     due = (fail for fail in self.fails if re.search(fail["at"], inside[0]) and self._is_due(fail))
                     self.failing = next(due, None)
             fail = self.failing if operation in _CREATES else None
-            line = {"operation": operation, "paths": inside, "rank": self.rank, "pid": os.getpid(), "number": number}
-            if fault := kill or fail:
-                line["fault"] = fault["do"]
-            os.write(self.log, (json.dumps(line) + "\n").encode())
+            if self.keeps and not kill:
+                how |= self._keep(operation, inside, number)
+            self._write(operation, inside, number, kill or fail, **how)
             if kill:
-                os.kill(os.getpid(), signal.SIGKILL)
+                _strike(kill)
             for hold in list(self.holds):
                 if operation == "open" and re.search(hold["at"], inside[0]):
                     self.holds.remove(hold)
                     self._hold(hold)
             # As an event's mark does, this places the attempt among what inotify sees; a hold comes before it.
-            mark = self.marks / f"{self.rank}.{os.getpid()}-{number}.attempt"
-            os.close(os.open(mark, os.O_CREAT | os.O_WRONLY))
+            self._mark(number, "attempt")
             if fail:
                 # What an audit hook raises reaches the caller of `open` in its place.
                 code = getattr(errno, fail["error"])
                 raise OSError(code, os.strerror(code), os.fsdecode(paths[0]))
         finally:
             self.busy.here = False
+
+    def flush(self, file: int | None, really: Callable[[], None]) -> None:
+        """Carry out the flush of a file, or of everything, and record it with the bytes it covers once it has returned.
+
+        It is no event that a Kill counts: killed before it or after, a process leaves the same files. To a PowerLoss the
+        moment before a flush is the one when most is at stake.
+        """
+        operation = "sync" if file is None else "fsync"
+        path = self.root if file is None else os.path.realpath(f"/proc/self/fd/{file}")
+        inside = "." if path == self.root else self._relative(path)
+        if inside is None or getattr(self.busy, "here", False):
+            really()
+            return
+        self.busy.here = True
+        try:
+            with self.lock:
+                number, self.count = self.count, self.count + 1
+                losses = (kill for kill in self.kills if kill["do"] == "PowerLoss" and re.search(kill["at"], inside))
+                loss = next((kill for kill in losses if self._is_due(kill)), None)
+            if loss:
+                self._write(operation, [inside], number, loss)
+                _strike(loss)
+            sizes = _sizes(self.root) if file is None else {inside: os.fstat(file).st_size}
+            really()
+            self._write(operation, [inside], number, None, sizes=sizes)
+            self._mark(number, "flush")
+        finally:
+            self.busy.here = False
+
+    def _write(self, operation: str, paths: list[str], number: int, fault: dict[str, Any] | None, **how: Any) -> None:
+        line = {"operation": operation, "paths": paths, "rank": self.rank, "pid": os.getpid(), "number": number, **how}
+        line["thread"] = threading.get_ident()
+        if fault:
+            line["fault"] = fault["do"]
+        os.write(self.log, (json.dumps(line) + "\n").encode())
+
+    def _mark(self, number: int, kind: str) -> None:
+        mark = self.marks / f"{self.rank}.{os.getpid()}-{number}.{kind}"
+        os.close(os.open(mark, os.O_CREAT | os.O_WRONLY))
+
+    def _keep(self, operation: str, paths: list[str], number: int) -> dict[str, Any]:
+        """Give what is about to lose its last name another one, outside the run's root."""
+        if operation == "remove" or (operation == "rename" and len(paths) == 2):
+            name = f"{os.getpid()}-{number}"
+            # Where there is nothing to remove or to replace, or a directory, nothing is kept.
+            with contextlib.suppress(OSError):
+                os.link(os.path.join(self.root, paths[-1]), self.evidence / "kept" / name, follow_symlinks=False)
+                return {"kept": name}
+        return {}
 
     def _is_due(self, fault: dict[str, Any]) -> bool:
         """Count one event for a fault; whether it is the one."""
@@ -145,6 +201,42 @@ class FileEvents:
             time.sleep(0.005)
 
 
+def _strike(kill: dict[str, Any]) -> None:
+    """End this process here and now; where the power is lost, its peers and all writers too."""
+    if kill["do"] == "PowerLoss":
+        from contracts import processes  # a rank, which has imported the package
+
+        for pid in processes.descendants(os.getppid()) - {os.getpid()}:
+            processes.kill(pid)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _sizes(root: str) -> dict[str, int]:
+    """Size of everything below `root`, by its path from there."""
+    found = {}
+    for path in Path(root).rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            found[str(path.relative_to(root))] = path.lstat().st_size
+    return found
+
+
+def _wrap_flushes(events: FileEvents) -> None:
+    def wrap(name: str) -> None:
+        original = getattr(os, name)
+
+        @functools.wraps(original)
+        def flush(file: Any) -> None:
+            number = file if isinstance(file, int) else file.fileno()
+            events.flush(number, lambda: original(number))
+
+        setattr(os, name, flush)
+
+    wrap("fsync")
+    wrap("fdatasync")
+    everything = os.sync
+    os.sync = functools.wraps(everything)(lambda: events.flush(None, everything))
+
+
 def _wrap_native_writers(events: FileEvents) -> None:
     """Make writers that bypass Python's `open` report their path. Modules not imported yet are wrapped on arrival."""
 
@@ -153,7 +245,7 @@ def _wrap_native_writers(events: FileEvents) -> None:
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             path = args[position] if len(args) > position else kwargs.get("filename", kwargs.get("path"))
-            events.happened("open", path)
+            events.happened("open", path, truncates=True)
             return original(*args, **kwargs)
 
         setattr(owner, name, wrapper)

@@ -17,10 +17,10 @@ from typing import Any
 
 import contracts
 from contracts import checkpoint_dir
-from contracts.case import Case, Tamper
-from contracts.history import History
+from contracts.case import Case, Generation, PowerLoss, Tamper
+from contracts.history import History, inside_events
 from contracts.implementation import Layout
-from contracts.lab import tamper
+from contracts.lab import power, tamper
 from contracts.lab.leases import exclusive, lease
 from contracts.lab.watch import Watch
 
@@ -126,12 +126,14 @@ class Lab:
                 "faults": case.to_json()["generations"][number]["faults"],
             }
             tampered = [tamper.apply(fault, root, layout) for fault in generation.faults if isinstance(fault, Tamper)]
+            stood = power.standing(root)
             reply, watch = self._launch(details, evidence)
             with open(evidence / "outside.jsonl", "w") as file:
                 file.writelines(json.dumps(event) + "\n" for event in watch.events)
+            lost = _lose_power(generation, evidence, root, stood)
             notes = ["inotify's queue overflowed: file events are missing"] if watch.overflowed else []
             done = {"launch": reply["launch"], "disk": _published(root, layout), "notes": notes, "tampered": tampered}
-            done |= {"names": _names(root), "pointer": _pointer(root, layout)}
+            done |= {"names": _names(root), "pointer": _pointer(root, layout), "lost": lost}
             (evidence / "done.json").write_text(json.dumps(done))
 
     def _launch(self, details: dict[str, Any], evidence: Path) -> tuple[dict[str, Any], Watch]:
@@ -247,6 +249,21 @@ class _Parent:
 
     def _tail(self) -> str:
         return self.log.read_text(errors="replace")[-4000:]
+
+
+def _lose_power(generation: Generation, evidence: Path, root: Path, stood: list[str]) -> dict[str, Any]:
+    """Take from the run's directory what a power loss of this generation took, if there was one."""
+    fault = next((fault for fault in generation.faults if isinstance(fault, PowerLoss)), None)
+    if fault is None:
+        return {}
+    events = inside_events(evidence)
+    if not any(line.get("fault") == "PowerLoss" for _, line in events):
+        return {}
+    disk = power.Disk(stood)
+    # What has no order left no mark, which comes before the deed.
+    for event in power.happened([line for order, line in events if order is not None], root):
+        disk.happens(event)
+    return power.lose(root, disk, evidence / "kept", names=fault.lost != "bytes")
 
 
 def _names(root: Path) -> dict[str, int]:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from contracts import case as steps
 from contracts.implementation import Capability, Implementation, Place
+from contracts.lab.blind import blindfold
 from contracts.lab.file_events import JOB_VARIABLE, FileEvents
 from contracts.lab.recorder import Recorder, reductions, watch_loads, watch_reductions
 
@@ -91,7 +92,10 @@ def main(job_file: str) -> None:
         recorder.attach(implementation)
         _require_fsdp(implementation, recorder)
         recorder.state("built")
-    may_fail = any(isinstance(fault, steps.Fail) for fault in generation.faults)
+    for fault in generation.faults:
+        if isinstance(fault, steps.Blind) and fault.rank == rank:
+            blindfold(place.root, fault.at)
+    may_fail = any(isinstance(fault, steps.Fail | steps.Blind) for fault in generation.faults)
     for number, step in enumerate(generation.steps):
         if isinstance(step, steps.Exit):
             recorder.event("exits")

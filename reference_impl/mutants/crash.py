@@ -70,6 +70,51 @@ class RemovesThePointerFirst(Reference):
             return on_rank_zero(self.runtime, "reading the pointer", lambda: path.resolve() if path.exists() else None)
 
 
+@mutant(caught_by="crash.power-loss")
+class LeavesFlushingToDCP(Reference):
+    """Relies on DCP, which flushes its own files, and flushes neither the manifest nor the tokenizer."""
+
+    class checkpointer_class(Checkpointer):
+        def publish(self, directory: Path, step: int) -> None:
+            def rename() -> None:
+                published.write_manifest(directory)
+                for path in (directory / "tokenizer", directory / "dcp", directory):
+                    published.flush(path)
+                os.rename(directory, self.root / published.final_name(step))
+                published.point(self.root, published.final_name(step))
+
+            on_rank_zero(self.runtime, "publishing", rename)
+
+
+@mutant(caught_by="crash.power-loss")
+class NeverFlushesTheName(Reference):
+    """Flushes every file of a checkpoint and not the directory in which it gets its name."""
+
+    class checkpointer_class(Checkpointer):
+        def publish(self, directory: Path, step: int) -> None:
+            def rename() -> None:
+                published.seal(directory)
+                os.rename(directory, self.root / published.final_name(step))
+
+            on_rank_zero(self.runtime, "publishing", rename)
+
+
+@mutant(caught_by="crash.power-loss")
+class FlushesAfterTheRename(Reference):
+    """Flushes a checkpoint once it has its name, and takes the newest name on resume."""
+
+    class checkpointer_class(NewestByName):
+        def publish(self, directory: Path, step: int) -> None:
+            def rename() -> None:
+                final = self.root / published.final_name(step)
+                published.write_manifest(directory)
+                os.rename(directory, final)
+                published.flush_tree(final)
+                published.point(self.root, final.name)
+
+            on_rank_zero(self.runtime, "publishing", rename)
+
+
 @mutant(caught_by="crash.stale-leftovers")
 class SavesIntoLeftovers(Reference):
     """Uses the temporary directory of an interrupted save again, with what is in it."""

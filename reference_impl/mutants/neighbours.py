@@ -12,12 +12,14 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from contracts.published_names import PublishedNames
 from reference_impl import model as models
+from reference_impl import published
 from reference_impl.batches import Batches
 from reference_impl.checkpoint import Checkpointer
 from reference_impl.errors import UsageError
 from reference_impl.keys import Rule
 from reference_impl.masters import MasterAdamW
 from reference_impl.mutants.registry import neighbour
+from reference_impl.runtime import on_rank_zero
 from reference_impl.under_contract import Mapping, Reference
 
 
@@ -131,3 +133,32 @@ class TakesSlicesFromTheEnd(Reference):
         take = batches.take_step
         batches.take_step = lambda rank, world: take(world - 1 - rank, world)
         return batches
+
+
+@neighbour
+class FlushesInItsOwnOrder(Reference):
+    """Flushes folders before the files in them, all of it twice, and once more under the final name."""
+
+    class checkpointer_class(Checkpointer):
+        def publish(self, directory: Path, step: int) -> None:
+            def flush_folders_first() -> None:
+                for path in (directory, *sorted(directory.rglob("*"), reverse=True)) * 2:
+                    published.flush(path)
+
+            on_rank_zero(self.runtime, "flushing", flush_folders_first)
+            super().publish(directory, step)
+            on_rank_zero(self.runtime, "flushing again", lambda: published.flush_tree(self.root / published.final_name(step)))
+
+
+@neighbour
+class EveryRankHasASay(Reference):
+    """Resumes the newest checkpoint that every rank finds whole, which they agree on."""
+
+    class checkpointer_class(Checkpointer):
+        def latest(self) -> Path | None:
+            found: list[set[str]] = [set()] * self.runtime.world
+            whole = published.whole_checkpoints(self.root)
+            mine = {path.name for _, path in whole if not published.why_not_whole(path, verify=True)}
+            dist.all_gather_object(found, mine, group=self.runtime.control)
+            common = max(set.intersection(*found), key=lambda name: int(name[5:]), default=None)
+            return self.root / common if common else None

@@ -131,3 +131,12 @@ class EveryRankRenames(Reference):
             if self.runtime.rank == 0:
                 published.point(self.root, published.final_name(step))
             dist.barrier()
+
+
+@mutant(caught_by="writers.no-local-view-branching")
+class EveryRankLooksForItself(Reference):
+    """Lets each rank choose the newest checkpoint that it sees."""
+
+    class checkpointer_class(Checkpointer):
+        def latest(self) -> Path | None:
+            return published.newest_whole(self.root)
