@@ -36,6 +36,8 @@ class Model:
     """Whether the output matrix is the embedding, or is only said to be while it has values of its own."""
     unused: bool = False
     """Whether there are parameters that never get a gradient."""
+    scalar: bool = False
+    """Whether there is a parameter without dimensions. FSDP2 shards none, so it is kept out, whole on every rank."""
     frozen: str = ""
     """Regular expression, searched in parameter names, of those that do not train."""
     dropout: float = 0.0
@@ -53,6 +55,8 @@ class Optimizer:
     accumulation: int = 1
     empty_group: bool = False
     """Whether a parameter group without parameters stands between the others."""
+    scaler: bool = False
+    """Whether the loss is scaled by a `torch.amp.GradScaler`, whose scale doubles every second step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,6 +278,8 @@ class Generation:
         mesh: sizes of (replicate, shard) for hybrid sharding; empty for one dimension over all ranks.
         precision: what this generation declares where it is not the case's own, as after a changed configuration.
         frozen: what this generation freezes where it is not what the case's model says.
+        wrapped: what each block of the model is wrapped in, from the inside: "recompute" computes its activations again in the
+            backward, "compile" is `torch.compile`, whose backend may be "eager".
     """
 
     ranks: int
@@ -284,11 +290,13 @@ class Generation:
     mesh: tuple[int, ...] = ()
     precision: Precision | None = None
     frozen: str | None = None
+    wrapped: tuple[Literal["recompute", "compile"], ...] = ()
 
     def __str__(self) -> str:
         text = f"{self.ranks} rank{'s' * (self.ranks != 1)}"
         text += f" ({' × '.join(map(str, self.mesh))})" if self.mesh else ""
         text += f" declaring {_declared(self.precision)}" if self.precision else ""
+        text += f" wrapped to {' and '.join(self.wrapped)}" if self.wrapped else ""
         text += f" freezing {self.frozen or 'nothing'}" if self.frozen is not None else ""
         text += ": " + ", ".join(map(_phrase, self.steps))
         for fault in self.faults:

@@ -33,7 +33,8 @@ def write_model(model: Model, directory: Path, *, seed: int) -> None:
     ids = {"pad_token_id": vocabulary["[PAD]"], "bos_token_id": vocabulary["[BOS]"], "eos_token_id": vocabulary["[EOS]"]}
     if model.architecture == "odd":
         kind, config = OddForSequenceClassification, OddConfig(
-            rows=list(model.rows), tied=model.tied, unused=model.unused, dropout=model.dropout, num_labels=1, **size, **ids
+            rows=list(model.rows), tied=model.tied, unused=model.unused, scalar=model.scalar, dropout=model.dropout, num_labels=1,
+            **size, **ids,
         )
     else:
         kind, config = LlamaForSequenceClassification, LlamaConfig(

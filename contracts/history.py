@@ -364,7 +364,7 @@ def _load_state(where: Path, line: dict[str, Any], order: int) -> State:
         place = data["places"][key]
         shard = Shard(tensor, tuple(place["shape"]), tuple(place["offset"]), place["device"])
         groups[kind][(name[1], name[0]) if kind == "moment" else name[0]] = shard
-    small = {key: data[key] for key in ("groups", "scheduler", "random", "numbers", "aliases") if key in data}
+    small = {key: data[key] for key in ("groups", "scheduler", "scaler", "random", "numbers", "aliases") if key in data}
     return State(
         data["label"], line["rank"], data["step"], groups["parameter"], groups["moment"], groups["buffer"], small, order,
         groups["gradient"],

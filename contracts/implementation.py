@@ -55,6 +55,12 @@ class Capability(enum.StrEnum):
     """Refuses a checkpoint whose dtypes are not the declared ones, unless its policy says to convert."""
     KEY_MAPPING = "key-mapping"
     """Maps published checkpoint names to parameter names."""
+    WRAPPERS = "wrappers"
+    """Wraps each block for activation checkpointing and `torch.compile` where the case says so."""
+    WHOLE_PARAMETERS = "whole-parameters"
+    """Trains parameters that FSDP does not shard, such as one without dimensions."""
+    SCALER = "scaler"
+    """Has a `scaler` that scales the loss where the case says so, and whose state is saved and resumed."""
     RETENTION = "retention"
     """Keeps as many published checkpoints as the case says, and removes older ones."""
     INTEGRITY = "integrity"
@@ -93,6 +99,7 @@ class Place:
         device: "cpu", or "cuda" where this rank's device is already current.
         rank, ranks: this rank and the world size.
         mesh: sizes of (replicate, shard) where the case asks for hybrid sharding; empty for one dimension.
+        wrapped: what each block is to be wrapped in, from the inside: "recompute", "compile"; most often nothing.
     """
 
     root: Path
@@ -102,6 +109,7 @@ class Place:
     rank: int
     ranks: int
     mesh: tuple[int, ...] = ()
+    wrapped: tuple[str, ...] = ()
 
 
 class KeyMapping(Protocol):
@@ -121,6 +129,7 @@ class Implementation:
         model: the sharded `torch.nn.Module`, or None before `build`.
         optimizer: its `torch.optim.Optimizer`.
         scheduler: its learning-rate scheduler, or None.
+        scaler: its gradient scaler, or None.
         step: optimizer steps taken by the run.
     """
 
@@ -132,6 +141,7 @@ class Implementation:
     model: torch.nn.Module | None = None
     optimizer: torch.optim.Optimizer | None = None
     scheduler: Any = None
+    scaler: Any = None
     step: int = 0
 
     def __init__(self, case: Case, place: Place) -> None:

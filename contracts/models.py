@@ -25,11 +25,12 @@ class OddConfig(PretrainedConfig):
         rows: list[int] | None = None,
         tied: str = "no",
         unused: bool = False,
+        scalar: bool = False,
         dropout: float = 0.0,
         **more: object,
     ) -> None:
         self.vocab_size, self.hidden_size, self.num_hidden_layers = vocab_size, hidden_size, num_hidden_layers
-        self.rows, self.tied, self.unused, self.dropout = list(rows or []), tied, unused, dropout
+        self.rows, self.tied, self.unused, self.scalar, self.dropout = list(rows or []), tied, unused, scalar, dropout
         more.setdefault("tie_word_embeddings", tied != "no")
         super().__init__(**more)
 
@@ -81,6 +82,8 @@ class OddForSequenceClassification(PreTrainedModel):
             self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.unused:
             self.unused = nn.Linear(config.hidden_size, config.hidden_size)
+        if config.scalar:
+            self.gain = nn.Parameter(torch.tensor(1.5))
         if config.tied == "shared":
             self._tied_weights_keys = {"output.weight": "model.embed_tokens.weight"}
         self.post_init()
@@ -107,6 +110,8 @@ class OddForSequenceClassification(PreTrainedModel):
             logits = logits + part(pooled).mean(-1, keepdim=True)
         if self.config.tied != "no":
             logits = logits + self.output(pooled).mean(-1, keepdim=True)
+        if self.config.scalar:
+            logits = logits * self.gain
         return SequenceClassifierOutput(logits=logits)
 
 

@@ -70,6 +70,11 @@ def returned_step(generation: GenerationHistory) -> int:
     return max(steps)
 
 
+def names(key: str, parameter: str) -> bool:
+    """Whether a stored key is about a parameter, with whatever a store puts around its name."""
+    return re.search(rf"(?:^|[.:/|]){re.escape(parameter)}(?:$|[.:/|])", key) is not None
+
+
 def kill_point(generation: GenerationHistory) -> str | None:
     """Where the generation's kill struck, or its power loss, in words; None where none did."""
     for line in generation.fired:

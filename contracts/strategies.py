@@ -127,7 +127,7 @@ def _models(**fixed: SearchStrategy) -> SearchStrategy[Model]:
 
 def _interrupted(ranks: int, scope: Scope) -> Sequence[SearchStrategy[Case]]:
     @st.composite
-    def draw_case(draw: st.DrawFn, mode: str, weights_dtype: str) -> Case:
+    def draw_case(draw: st.DrawFn, mode: str, weights_dtype: str, scaler: bool) -> Case:
         before = draw(st.integers(1, 3))
         first = Generation(ranks=ranks, steps=(Train(before), Save(), Finalize(), Train(RESUMED_STEPS)))
         again = Generation(ranks=ranks, steps=(Resume(), Train(RESUMED_STEPS), Save(), Finalize()), seed=1)
@@ -135,14 +135,17 @@ def _interrupted(ranks: int, scope: Scope) -> Sequence[SearchStrategy[Case]]:
         return Case(
             generations=(first, again, twin),
             model=draw(_models(weights_dtype=st.just(weights_dtype))),
-            optimizer=Optimizer(amsgrad=draw(st.booleans())),
+            optimizer=Optimizer(amsgrad=draw(st.booleans()), scaler=scaler),
             checkpoint=Checkpoint(mode=mode),
             seed=draw(st.integers(0, 99)),
         )
 
     # A process is left to SAVED_RUNS: what it writes is the same, and it takes seconds to start in each generation.
     modes = scope.modes()[:2]
-    return [draw_case(mode, dtype) for dtype in ("bfloat16", "float32") for mode in reversed(modes)]
+    scaled = Capability.SCALER in scope.capabilities
+    return [
+        draw_case(mode, dtype, scaled and mode == modes[-1]) for dtype in ("bfloat16", "float32") for mode in reversed(modes)
+    ]
 
 
 def _saved(ranks: int, scope: Scope) -> Sequence[SearchStrategy[Case]]:
@@ -447,6 +450,43 @@ def _mesh_changes(ranks: int, scope: Scope) -> Sequence[SearchStrategy[Case]]:
     return [draw_case(True), draw_case(False)]
 
 
+def _wrapped(ranks: int, scope: Scope) -> Sequence[SearchStrategy[Case]]:
+    @st.composite
+    def draw_case(draw: st.DrawFn, before: tuple[str, ...], after: tuple[str, ...]) -> Case:
+        steps = (Train(draw(st.integers(1, 2))), Save(), Finalize())
+        again = (Resume(), Train(1), Save(), Finalize())
+        return Case(
+            generations=(
+                Generation(ranks=ranks, wrapped=before, steps=steps),
+                Generation(ranks=ranks, wrapped=after, steps=again, seed=1),
+                Generation(ranks=ranks, steps=steps, root="bare"),
+            ),
+            model=draw(_models(architecture=st.just("odd"), rows=_rows(ranks))),
+            seed=draw(st.integers(0, 99)),
+        )
+
+    both = ("recompute", "compile")
+    return [draw_case(both, ()), draw_case(("recompute",), both), draw_case(("compile",), ("recompute",))]
+
+
+def _kept_whole(ranks: int, scope: Scope) -> Sequence[SearchStrategy[Case]]:
+    @st.composite
+    def draw_case(draw: st.DrawFn, then: int) -> Case:
+        before = draw(st.integers(1, 3))
+        return Case(
+            generations=(
+                Generation(ranks=ranks, steps=(Train(before), Save(), Finalize(), Train(RESUMED_STEPS))),
+                Generation(ranks=then, steps=(Resume(), Train(RESUMED_STEPS)), seed=1),
+                Generation(ranks=ranks, steps=(Train(before + RESUMED_STEPS),), root="twin"),
+            ),
+            model=draw(_models(architecture=st.just("odd"), scalar=st.just(True))),
+            data=Data(global_batch=math.lcm(4, ranks, then)),
+            seed=draw(st.integers(0, 99)),
+        )
+
+    return [draw_case(max(1, ranks // 2)), draw_case(ranks)] if ranks > 1 else []
+
+
 CONTINUED_RUNS = Cases("continued-runs", _continued)
 """A run over more than two epochs, resumed three times in a row in fresh processes; the first generation goes on and is the
 oracle of them all; and a twin. Gradients accumulate, and numbers are drawn after the save and after the first resume."""
@@ -463,6 +503,13 @@ Or others are frozen after the resume than before the save."""
 
 RESHARDED_RUNS = Cases("resharded-runs", _resharded)
 """Save on one world and resume on another, and from there on a third: down, up, and down and up again; and a twin."""
+
+WRAPPED_RUNS = Cases("wrapped-runs", _wrapped)
+"""Blocks are wrapped for activation checkpointing, torch.compile or both when it saves, and otherwise when it resumes; and a
+run from the same seed whose blocks are bare."""
+
+KEPT_WHOLE = Cases("kept-whole", _kept_whole)
+"""A parameter without dimensions, which FSDP2 does not shard: save, go on; resume on fewer ranks, or as many; and a twin."""
 
 MESH_CHANGES = Cases("mesh-changes", _mesh_changes)
 """From one-dimensional to hybrid sharding and back, or the other way round; and a twin."""

@@ -82,9 +82,15 @@ class Config:
     compute_dtype: str = option("float32", "MixedPrecisionPolicy.param_dtype: forward and backward", choices=FLOATS)
     reduce_dtype: str = option("float32", "MixedPrecisionPolicy.reduce_dtype: gradient reduction", choices=FLOATS)
     output_dtype: str | None = option(None, "MixedPrecisionPolicy.output_dtype; null keeps the forward's", choices=FLOATS)
+    gradient_scaler: bool = option(False, "scale the loss so that float16 gradients do not vanish; skip steps that overflow")
+    scaler_growth_steps: int = option(2000, "steps without an overflow after which the scale doubles")
     frozen: str = option("", "regular expression, searched in parameter names, of those that do not train; empty freezes none")
+    ignored_params: str = option(
+        "", "regular expression, searched in parameter names, of those FSDP leaves whole on every rank; 0-dim ones must be"
+    )
     replicas: int = option(1, "hybrid sharding: copies of the model, each sharded over world / replicas ranks")
     activation_checkpointing: bool = option(False, "compute each block's activations again in the backward, to save memory")
+    compile: str = option("none", "torch.compile each block with this backend", choices=("none", "inductor", "eager"))
     reshard_after_forward: bool = option(True, "free the gathered parameters of a block after its forward")
 
     # Checkpoints.
@@ -106,7 +112,16 @@ class Config:
             value, choices = getattr(self, field.name), field.metadata["choices"]
             if choices and value is not None and value not in choices:
                 raise ConfigError(f"{field.name}={value!r} is not one of {', '.join(choices)}{_near(str(value), choices)}")
-        for name in ("replicas", "steps", "batch_size", "accumulation_steps", "max_length", "keep_checkpoints", "eval_batch_size"):
+        for name in (
+            "replicas",
+            "steps",
+            "batch_size",
+            "accumulation_steps",
+            "max_length",
+            "scaler_growth_steps",
+            "keep_checkpoints",
+            "eval_batch_size",
+        ):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         for name in ("train_n_passages", "eval_n_passages"):
             _require(getattr(self, name) >= 2, name, getattr(self, name), "at least 2: one positive and one negative")

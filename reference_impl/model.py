@@ -143,18 +143,46 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, config: Config) -> nn.Module
         reduce_dtype=getattr(torch, config.reduce_dtype),
         output_dtype=getattr(torch, config.output_dtype) if config.output_dtype else None,
     )
+    whole = kept_whole(model, config.ignored_params)
     if config.activation_checkpointing:
         recompute_activations(model)
-    for block in blocks_of(model):
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
-    return fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
+    if config.compile != "none":
+        compile_blocks(model, config.compile)
+    for module in (*blocks_of(model), model):
+        fully_shard(
+            module, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward, ignored_params=whole
+        )
+    return model
+
+
+def kept_whole(model: nn.Module, pattern: str) -> set[nn.Parameter]:
+    """Parameters whose name ``pattern`` is found in. FSDP neither shards them nor reduces their gradients.
+
+    Raises :class:`ConfigError` if that is none or all of them, or leaves out one without dimensions, which has no shards.
+    """
+    parameters = dict(model.named_parameters())
+    chosen = {name for name in parameters if pattern and re.search(pattern, name)}
+    if pattern and len(chosen) in (0, len(parameters)):
+        raise ConfigError(f"ignored_params={pattern!r} is found in {len(chosen)} of {len(parameters)} parameter names")
+    if scalars := [name for name, parameter in parameters.items() if parameter.ndim == 0 and name not in chosen]:
+        raise ConfigError(f"{scalars[0]} has no dimension that FSDP could shard; name it in ignored_params")
+    return {parameters[name] for name in chosen}
 
 
 def recompute_activations(model: nn.Module) -> None:
     """Wrap each block, so that its backward runs its forward again. The wrapper's prefix reaches no saved name."""
+    if hasattr(model, "config"):
+        model.config.use_cache = False  # A forward that is run again would add its keys and values to the cache twice.
     blocks = blocks_of(model)
     for number, block in enumerate(blocks):
         blocks[number] = checkpoint_wrapper(block)
+
+
+def compile_blocks(model: nn.Module, backend: str) -> None:
+    """Wrap each block in ``torch.compile``. The wrapper's prefix reaches no saved name either."""
+    blocks = blocks_of(model)
+    for number, block in enumerate(blocks):
+        blocks[number] = torch.compile(block, backend=backend)
 
 
 def blocks_of(model: nn.Module) -> nn.ModuleList | list[nn.Module]:

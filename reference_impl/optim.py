@@ -6,13 +6,15 @@ import math
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from reference_impl.config import Config
 from reference_impl.masters import MasterAdamW
 
 
 def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """AdamW in two groups: matrices decay; biases, norms and other vectors do not.
+    """AdamW in groups: matrices decay; biases, norms and other vectors do not. What FSDP leaves whole has groups of its own,
+    for no kernel takes it together with shards.
 
     Frozen parameters are in them too, and have no state as they get no gradient: what is frozen may change between a save
     and a resume, and the groups do not.
@@ -21,15 +23,17 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     """
     parameters = list(model.parameters())
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if (p.ndim >= 2) == decays and isinstance(p, DTensor) == sharded], "weight_decay": decay}
+        for sharded in (True, False)
+        for decays, decay in ((True, config.weight_decay), (False, 0.0))
     ]
     groups = [group for group in groups if group["params"]]
     betas = (config.beta1, config.beta2)
     shared = {"lr": config.learning_rate, "betas": betas, "eps": config.epsilon, "amsgrad": config.amsgrad}
     if config.masters != "none":
         return MasterAdamW(groups, **shared)
-    return torch.optim.AdamW(groups, **shared, fused=True)
+    # The fused kernel would take a scaler's flag together with shards, which it cannot.
+    return torch.optim.AdamW(groups, **shared, fused=not config.gradient_scaler)
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, config: Config) -> torch.optim.lr_scheduler.LambdaLR:

@@ -62,12 +62,14 @@ def optimizer_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
     """Each parameter's FQN without wrapper prefixes."""
-    names = {}
-    for name, parameter in model.named_parameters():
-        for wrapper in WRAPPERS:
-            name = name.replace(wrapper, "")
-        names[parameter] = name
-    return names
+    return {parameter: unwrapped(name) for name, parameter in model.named_parameters()}
+
+
+def unwrapped(name: str) -> str:
+    """A parameter's name without wrapper prefixes."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 def read_metadata(directory: Path) -> Metadata:
@@ -130,7 +132,7 @@ def load_optimizer_tensors(
             raise StateMismatch(f"{directory}: {name} belongs to no parameter of this model")
         targets[name] = _like(by_name[fqn], entry)
     dcp.load(targets, checkpoint_id=directory, process_group=group)
-    optimizer.load_state_dict(_numbered(targets, groups, optimizer))
+    optimizer.load_state_dict(numbered(targets, groups, optimizer))
 
 
 def refuse_other_policy(directory: Path, *, saved: Mapping[str, Any], declared: Mapping[str, Any]) -> None:
@@ -165,7 +167,7 @@ def refuse_other_moments(directory: Path, saved: Mapping[str, Any], dtype: torch
     return count
 
 
-def _numbered(targets: Tensors, groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def numbered(targets: Tensors, groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """torch's own optimizer state dict, which numbers parameters in group order."""
     number = {name: index for index, name in enumerate(name for group in groups for name in group["params"])}
     state: dict[int, dict[str, torch.Tensor]] = {}

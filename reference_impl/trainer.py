@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from reference_impl import model as models
 from reference_impl import runtime as runtimes
@@ -30,6 +32,7 @@ from reference_impl.data import load_split
 from reference_impl.loss import listwise_loss
 from reference_impl.optim import build_optimizer, build_scheduler
 from reference_impl.rng import capture_streams, restore_streams, seed_streams
+from reference_impl.scaler import ShardedScaler
 
 PROGRESS = "progress.json"
 """Counters, scheduler, optimizer groups and data position: everything small that is equal on all ranks."""
@@ -45,6 +48,7 @@ class Trainer:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
+    scaler: ShardedScaler | None
     tokenizer: Any
     tokenization: Tokenization
     batches: Batches
@@ -70,6 +74,7 @@ class Trainer:
         self.cast_parameters()
         self.optimizer = self.build_optimizer()
         self.scheduler = self.build_scheduler()
+        self.scaler = self.build_scaler()
         self.batches = self.build_data()
         seed_streams("rank", self.config.seed, self.runtime.rank)
 
@@ -98,6 +103,10 @@ class Trainer:
     def build_scheduler(self) -> torch.optim.lr_scheduler.LRScheduler:
         return build_scheduler(self.optimizer, self.config)
 
+    def build_scaler(self) -> ShardedScaler | None:
+        config = self.config
+        return ShardedScaler(self.runtime, growth_interval=config.scaler_growth_steps) if config.gradient_scaler else None
+
     def build_data(self) -> Batches:
         return Batches(load_split(self.config), self.tokenizer, self.tokenization, self.config)
 
@@ -122,11 +131,18 @@ class Trainer:
             self.model.set_requires_gradient_sync(number == len(micro_batches))
             scores = self.scores(batch.inputs).view(len(batch.samples), -1)
             loss = listwise_loss(scores, temperature=self.config.temperature) / len(micro_batches)
-            loss.backward()
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
             total += loss.item()
+        self.average_whole_gradients()
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
         grad_norm = self.clip_gradients()
         rate = self.scheduler.get_last_lr()[0]
-        self.optimizer.step()
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
@@ -145,11 +161,24 @@ class Trainer:
         """One score per text: ``inputs`` of shape (texts, tokens) to a tensor of shape (texts,)."""
         return self.model(**{name: tensor.to(self.runtime.device) for name, tensor in inputs.items()}).logits.squeeze(-1)
 
+    def average_whole_gradients(self) -> None:
+        """Average over all ranks the gradients of parameters that FSDP leaves whole: it reduces none but its own."""
+        for parameter in self.model.parameters():
+            if not isinstance(parameter, DTensor) and parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad.div_(self.runtime.world)
+
     def clip_gradients(self) -> float:
         """The global gradient norm over all ranks; scales gradients down to ``max_grad_norm`` if that is not 0."""
         limit = self.config.max_grad_norm or float("inf")
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        sharded = [p for p in self.model.parameters() if isinstance(p, DTensor)]
+        whole = [p for p in self.model.parameters() if not isinstance(p, DTensor)]
+        norms = [nn.utils.get_total_norm([p.grad for p in its if p.grad is not None]) for its in (sharded, whole)]
+        norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm.to(self.runtime.device) for norm in norms]
+        norm = nn.utils.get_total_norm(norms) if whole else norms[0]
+        for its in (sharded, whole):
+            nn.utils.clip_grads_with_norm_(its, limit, norm)
+        return float(norm)
 
     # Saving.
 
@@ -185,6 +214,7 @@ class Trainer:
             "world": self.runtime.world,
             "data": self.batches.state_dict(),
             "scheduler": self.scheduler.state_dict(),
+            "scaler": self.scaler and self.scaler.state_dict(),
             "optimizer_groups": state.optimizer_groups(self.model, self.optimizer),
             **self.precision_policy(),
         }
@@ -209,6 +239,7 @@ class Trainer:
         self.cast_parameters()
         self.load_optimizer(path)
         self.load_scheduler(path)
+        self.load_scaler(path)
         self.load_progress(path)
         self.check_moments(path)
         return True
@@ -237,12 +268,23 @@ class Trainer:
     def load_scheduler(self, path: Path) -> None:
         self.scheduler.load_state_dict(read_progress(path)["scheduler"])
 
+    def load_scaler(self, path: Path) -> None:
+        saved = read_progress(path).get("scaler")
+        if (saved is None) != (self.scaler is None):
+            raise ConfigError(f"{path} was saved with gradient_scaler={saved is not None}, this run says {self.scaler is not None}")
+        if self.scaler is not None:
+            self.scaler.load_state_dict(saved)
+
     def load_progress(self, path: Path) -> None:
-        """Counters, data position and this rank's random streams; a rank that is new since the save starts its own."""
+        """Counters, data position and this rank's random streams."""
         progress = read_progress(path)
         self.refuse_other_tokenization(path)
         self.batches.load_state_dict(progress["data"])
         self.step = progress["step"]
+        self.load_streams(path)
+
+    def load_streams(self, path: Path) -> None:
+        """This rank's random streams; a rank that is new since the save starts its own."""
         streams = state.load_streams(path / SHARDS, group=self.runtime.control)
         if self.runtime.rank < len(streams):
             restore_streams(streams[self.runtime.rank], self.runtime.device)

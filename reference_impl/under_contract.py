@@ -39,6 +39,9 @@ class Reference(Trainer, Implementation):
         Capability.BFLOAT16_POLICY,
         Capability.MASTER_WEIGHTS,
         Capability.DECLARED_DTYPES,
+        Capability.WRAPPERS,
+        Capability.WHOLE_PARAMETERS,
+        Capability.SCALER,
     }
     layout = Layout(
         companions=("tokenizer.json", "tokenizer_config.json", "config.json", "run.json", "tokenization.json", "progress.json"),
@@ -129,6 +132,11 @@ def _options(case: Case, place: Place) -> dict[str, Any]:
         "compute_dtype": precision.compute,
         "reduce_dtype": precision.reduce,
         "frozen": case.model.frozen,
+        "ignored_params": "^gain$" if case.model.scalar else "",
+        "activation_checkpointing": "recompute" in place.wrapped,
+        "compile": "eager" if "compile" in place.wrapped else "none",
+        "gradient_scaler": optimizer.scaler,
+        "scaler_growth_steps": 2,
         "replicas": place.mesh[0] if place.mesh else 1,
         "checkpoint_every_steps": 0,
         "save_mode": case.checkpoint.mode,

@@ -273,6 +273,30 @@ def test_a_checkpoint_without_moments_breaks_moments_declared_on_disk():
     assert_broken(judge("precision.moments-declared-on-disk", run.history()), "step_2 holds no Adam moment")
 
 
+def otherwise_named(*dtypes: str) -> CheckpointDirectory:
+    """Both parameters and, under names of a store's own, their first and second moments in these dtypes, and step counts."""
+    kinds = {"model": "float32", "adam/m": dtypes[0], "adam/v": dtypes[1]}
+    tensors = {f"{kind}/{name}": StoredTensor(dtype, (3,), ()) for kind, dtype in kinds.items() for name in (WEIGHT, NORM)}
+    steps = {f"adam/t/{name}": StoredTensor("float32", (), ()) for name in (WEIGHT, NORM)}
+    return CheckpointDirectory({".metadata": 10}, tensors | steps)
+
+
+def test_moments_of_other_names_keep_moments_declared_on_disk_and_published_is_whole():
+    run = Interrupted()
+    run.disk["step_5"] = otherwise_named("float32", "float32")
+    assert_kept(judge("precision.moments-declared-on-disk", run.history()))
+    assert_kept(judge("publish.published-is-whole", saved_run(disk={"step_1": run.disk["step_5"]})))
+
+
+def test_a_moment_of_another_name_in_another_dtype_breaks_moments_declared_on_disk():
+    run = Interrupted()
+    run.disk["step_5"] = otherwise_named("bfloat16", "float32")
+    assert_broken(
+        judge("precision.moments-declared-on-disk", run.history()),
+        f"step_5 holds no Adam moment of {WEIGHT} in float32: 1 tensors, expected 2",
+    )
+
+
 # order
 
 
@@ -351,6 +375,15 @@ def test_a_second_step_that_diverges_breaks_trajectory():
     run = Interrupted()
     run.again_trained[4] = states("trained", 4, seed=40)
     assert_broken(judge("resume.trajectory", run.history()), f"after step 4: {WEIGHT} element 0 is ", ", expected ")
+
+
+def test_a_rate_that_explains_a_divergence_is_said_first_by_trajectory():
+    run = Interrupted()
+    run.again_trained[3] = states("trained", 3, seed=40)
+    run.again_events = trained(3, 4, 5, lr=lambda step: 0.5 if step == 3 else float(step))
+    assert_broken(
+        judge("resume.trajectory", run.history()), f"step 3 used rate 0.5, uninterrupted 3.0; after it: {WEIGHT} element 0 is "
+    )
 
 
 def test_a_loss_that_differs_breaks_trajectory():

@@ -108,7 +108,7 @@ def saving_is_a_pure_read(history: History, check: Check) -> None:
 
 @contract(cases=INTERRUPTED_RUNS, needs={Capability.TRAIN, Capability.RESUME})
 def loading_leaves_small_state(history: History, check: Check) -> None:
-    """At the end of a load every small state equals what was saved: scheduler, counters, values of parameter groups.
+    """At the end of a load every small state equals what was saved: scheduler, gradient scaler, counters, values of groups.
 
     A hidden step during the load, or an optimizer's groups that are loaded last, must not move them.
 
@@ -127,10 +127,14 @@ def loading_leaves_small_state(history: History, check: Check) -> None:
                     check(
                         seen == value, f"rank {rank}: {key} of group {number} is {seen!r} after the resume, {value!r} was saved"
                     )
+            for key, value in (before.small.get("scaler") or {}).items():
+                seen = (now.small.get("scaler") or {}).get(key, "absent")
+                check(seen == value, f"rank {rank}: the scaler's {key} is {seen!r} after the resume, {value!r} was saved")
             for key, value in (before.small.get("scheduler") or {}).items():
                 seen = (now.small.get("scheduler") or {}).get(key, "absent")
-                # Private but for these two, which say how far it is and what it last gave.
-                if not key.startswith("_") or key in ("_last_lr", "_step_count"):
+                # Private but for the rates it last gave. How often it was called is not how far it is: one that is built
+                # for the step it resumes at was called once.
+                if not key.startswith("_") or key == "_last_lr":
                     check(
                         seen == value, f"rank {rank}: the scheduler's {key} is {seen!r} after the resume, {value!r} was saved"
                     )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
 
 from contracts.case import Precision, Train
+from contracts.checkpoint_dir import CheckpointDirectory
 from contracts.history import GenerationHistory, History, Snapshot, State
 from contracts.implementation import Capability
 from contracts.judging import Check, NotApplicable, contract, require_readable
+from contracts.saves import names
 from contracts.strategies import CHAINED_RUNS, DRIFTED_RUNS, INTERRUPTED_RUNS, TINY_RATE
 
 ADAM_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -68,9 +71,22 @@ def moments_declared_on_disk(history: History, check: Check) -> None:
         for name, checkpoint in run[-1].disk.items():
             moments = {key: tensor for key, tensor in checkpoint.tensors.items() if any(m in key for m in ADAM_MOMENTS)}
             require_readable(name, checkpoint)
-            check(moments, f"{name} holds no Adam moment")
+            if not moments:
+                _declared_under_other_names(check, name, checkpoint, run[0].snapshot("saving"), history.case.precision)
             for key, tensor in moments.items():
                 check(tensor.dtype == declared, f"{name}: {key} is {tensor.dtype} on disk, declared {declared}")
+
+
+def _declared_under_other_names(
+    check: Check, directory: str, checkpoint: CheckpointDirectory, saved: Snapshot, declared: Precision
+) -> None:
+    """Check that as many tensors of the declared dtype are named after each parameter as it has moments, itself not counted."""
+    moments = Counter(name for name, key in saved.ranks[0].moments if key in ADAM_MOMENTS)
+    check(moments, f"{directory} was saved when no parameter had an Adam moment")
+    for name, count in moments.items():
+        its = [t for key, t in checkpoint.tensors.items() if names(key, name) and t.shape]  # a step count has no dimension
+        found = sum(tensor.dtype == declared.moments for tensor in its) - (declared.moments == declared.parameters)
+        check(found >= count, f"{directory} holds no Adam moment of {name} in {declared.moments}: {found} tensors, expected {count}")
 
 
 @contract(cases=CHAINED_RUNS, needs={Capability.TRAIN, Capability.RESUME})

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterable
 
 from contracts.case import Exit, Finalize, Overwrite, Save
 from contracts.history import GenerationHistory, History, MissingEvidence
 from contracts.implementation import Capability
 from contracts.judging import Check, NotApplicable, contract, require_readable
-from contracts.saves import publishes, resumed_step, step_of, whole_steps, why
+from contracts.saves import names, publishes, resumed_step, step_of, whole_steps, why
 from contracts.strategies import FAILED_SAVES, PRESSED_SAVES, SAVED_RUNS, SHARDS
 
 
@@ -78,12 +80,21 @@ def published_is_whole(history: History, check: Check) -> None:
             of_moments = [key for key in keys if any(re.search(rf"\b{moment}\b", key) for _, moment in moments)]
             of_parameters = set(keys) - set(of_moments)
             for parameter in parameters:
-                check(any(_names(key, parameter) for key in of_parameters), f"{name} has no parameter {parameter}")
+                check(any(names(key, parameter) for key in of_parameters), f"{name} has no parameter {parameter}")
+            if not of_moments and _as_many_as_live(keys, moments):  # They have names of the stack's own.
+                check(True, f"{name} has as many tensors of each parameter as were live")
+                continue
             for parameter, moment in moments:
                 check(
-                    any(_names(key, parameter) and re.search(rf"\b{moment}\b", key) for key in of_moments),
+                    any(names(key, parameter) and re.search(rf"\b{moment}\b", key) for key in of_moments),
                     f"{name} has no {moment} of {parameter}",
                 )
+
+
+def _as_many_as_live(keys: list[str], moments: Iterable[tuple[str, str]]) -> bool:
+    """Whether each parameter's name is that of as many tensors, besides it, as it has moments; a step may be one for all."""
+    counts = Counter(parameter for parameter, moment in moments if moment != "step")
+    return all(sum(names(key, parameter) for key in keys) > count for parameter, count in counts.items())
 
 
 @contract(cases=PRESSED_SAVES, needs={Capability.TRAIN, Capability.RESUME, Capability.PUBLISH})
@@ -250,8 +261,3 @@ def _same_as_saved(first: GenerationHistory, again: GenerationHistory, check: Ch
         return None
     check.same(saved.everything(), resumed.everything(), f"{where} at step {seen}")
     return saved, resumed
-
-
-def _names(key: str, parameter: str) -> bool:
-    """Whether a stored key is about a parameter, with whatever a store puts around its name."""
-    return re.search(rf"(?:^|[.:/|]){re.escape(parameter)}(?:$|[.:/|])", key) is not None

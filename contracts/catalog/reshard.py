@@ -11,7 +11,7 @@ from contracts.checkpoint_dir import StoredTensor
 from contracts.history import GenerationHistory, History, Snapshot
 from contracts.implementation import Capability
 from contracts.judging import Check, contract
-from contracts.strategies import MESH_CHANGES, RESHARDED_RUNS
+from contracts.strategies import KEPT_WHOLE, MESH_CHANGES, RESHARDED_RUNS
 
 ACROSS_WORLDS = 1e-3
 """How far a loss may be from the uninterrupted one, as a part of it, in the steps after the world has changed.
@@ -152,6 +152,26 @@ def mesh_change(history: History, check: Check) -> None:
                             f"{name} has {len(copies)} copies of a piece on {generation.case.ranks} ranks of a"
                             f" {replicas} × {shards} mesh",
                         )
+                for what in ("parameters", "moments"):
+                    _same_replicas(check, snapshot, what)
+    for saved, resumed in history.resumes():
+        _same_across(history, check, saved, resumed)
+
+
+@contract(cases=KEPT_WHOLE, needs={*NEEDS, Capability.WHOLE_PARAMETERS})
+def whole_parameters(history: History, check: Check) -> None:
+    """A parameter that FSDP does not shard is the same on every rank after every step, and resumes with its moments.
+
+    FSDP reduces no gradient but its own. What it was told to ignore trains on each rank's samples alone, and one rank's copy is
+    all that a checkpoint holds.
+
+    Seen: verl#7493.
+    """
+    for generation in history.generations:
+        for label in ("saving", "resumed", "trained"):
+            for snapshot in generation.snapshots(label):
+                whole = [n for n, shard in snapshot.ranks[0].parameters.items() if not shard.shape]
+                check(whole, f"no parameter without dimensions is there at step {snapshot.step}")
                 for what in ("parameters", "moments"):
                     _same_replicas(check, snapshot, what)
     for saved, resumed in history.resumes():

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 from contracts.history import GenerationHistory, History, MissingEvidence, Snapshot, first_difference
 from contracts.implementation import Capability
-from contracts.judging import Check, contract
-from contracts.strategies import CONTINUED_RUNS, INTERRUPTED_RUNS, ODD_RUNS, PARTLY_TRAINED_RUNS, REGROUPED_RUNS
+from contracts.judging import Check, contract, require_readable
+from contracts.saves import names
+from contracts.strategies import CONTINUED_RUNS, INTERRUPTED_RUNS, ODD_RUNS, PARTLY_TRAINED_RUNS, REGROUPED_RUNS, WRAPPED_RUNS
 
 
 @contract(cases=INTERRUPTED_RUNS, needs={Capability.TRAIN, Capability.RESUME})
@@ -32,8 +33,13 @@ def trajectory(history: History, check: Check) -> None:
         if saved.case.ranks != resumed.case.ranks:
             continue
         require_twin(history, saved)
+        rates = {event.step: event.data.get("lr") for event in saved.of("trained", rank=0)}
+        used = {event.step: event.data.get("lr") for event in resumed.of("trained", rank=0)}
         for after in resumed.snapshots("trained"):
-            check.same(saved.snapshot("trained", after.step).everything(), after.everything(), f"after step {after.step}")
+            where, rate, wanted = f"after step {after.step}", used.get(after.step), rates.get(after.step)
+            if rate != wanted:  # It explains the rest, so it is said first.
+                where = f"step {after.step} used rate {rate!r}, uninterrupted {wanted!r}; after it"
+            check.same(saved.snapshot("trained", after.step).everything(), after.everything(), where)
         losses = {event.step: event.loss for event in saved.of("trained", rank=0)}
         for event in resumed.of("trained", rank=0):
             check(event.loss == losses[event.step], f"loss of step {event.step} is {event.loss!r}, uninterrupted {losses[event.step]!r}")
@@ -186,7 +192,7 @@ def counters(history: History, check: Check) -> None:
         for before, after in zip(boundary.ranks, restored.ranks, strict=True):
             check(after.step == before.step, f"rank {after.rank} is at step {after.step} after the resume, saved at step {before.step}")
             for key, value in (before.small["scheduler"] or {}).items():
-                if key in ("last_epoch", "_step_count"):
+                if key == "last_epoch":
                     seen = (after.small["scheduler"] or {}).get(key)
                     check(seen == value, f"rank {after.rank}: {key} of the scheduler is {seen} after the resume, saved as {value}")
             for (name, key), shard in before.moments.items():
@@ -274,9 +280,9 @@ def tied_weights(history: History, check: Check) -> None:
         aliases = {name: shared for shared in before.ranks[0].small["aliases"] for name in shared}
         for directory, checkpoint in saved.disk.items():
             for name in before.ranks[0].parameters:
-                names = aliases.get(name, [name])
-                stored = any(key.endswith(its) and not _of_a_moment(key, before) for key in checkpoint.tensors for its in names)
-                check(stored, f"{directory} has no {' or '.join(names)}, which shares its storage with nothing that is there")
+                alike = aliases.get(name, [name])
+                stored = any(names(key, its) and not _of_a_moment(key, before) for key in checkpoint.tensors for its in alike)
+                check(stored, f"{directory} has no {' or '.join(alike)}, which shares its storage with nothing that is there")
         after = resumed.snapshot("resumed")
         for state, restored in zip(before.ranks, after.ranks, strict=True):
             graph, seen = state.small["aliases"], restored.small["aliases"]
@@ -348,6 +354,36 @@ def _frozen_otherwise(check: Check, before: Snapshot, resumed: GenerationHistory
         for name in before.ranks[0].parameters.keys() - frozen:
             moved = first_difference({name: before.parameters()[name]}, {name: later.parameters()[name]})
             check(moved, f"{name} is not frozen now, and is what it was at step {before.step} after step {later.step}")
+
+
+WRAPPERS = r"_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|(?:^|[.:/|])module\."
+"""What torch.compile, activation checkpointing, FSDP1 and DDP put into the names of parameters."""
+
+
+@contract(cases=WRAPPED_RUNS, needs={Capability.TRAIN, Capability.RESUME, Capability.WRAPPERS})
+def wrappers_leave_no_trace(history: History, check: Check) -> None:
+    """Names in a checkpoint are the bare model's, whatever its blocks are wrapped in, and it resumes under other wrappers.
+
+    A prefix that gets into a saved name ties a checkpoint to the way it was trained: to compile or not is then no choice.
+
+    Seen: torchtitan#2622, pytorch/pytorch#117399.
+    """
+    (bare,) = history.runs["bare"]
+    expected = {key for checkpoint in bare.disk.values() for key in checkpoint.tensors}
+    for number, generation in enumerate(history.runs["run"]):
+        how = " and ".join(generation.case.wrapped) or "nothing"
+        if not check(generation.failure is None, f"generation {number}, wrapped to {how}, failed: {generation.failure}"):
+            return  # what follows is a consequence
+        for name, checkpoint in generation.disk.items():
+            require_readable(name, checkpoint)
+            keys = set(checkpoint.tensors)
+            traces = sorted(key for key in keys if re.search(WRAPPERS, key))
+            check(not traces, f"{name}: {len(traces)} of {len(keys)} names show a wrapper, first {''.join(traces[:1])}")
+            odd = sorted(keys ^ expected)
+            check(not odd, f"{name}: {len(odd)} names are not those of a run whose blocks are bare, first {''.join(odd[:1])}")
+            check.evidence += len(keys)
+    for saved, restored in _boundaries(history):
+        check.same(saved.everything(), restored.everything(), f"state at step {saved.step}, resumed under other wrappers")
 
 
 def _boundaries(history: History) -> Iterator[tuple[Snapshot, Snapshot]]:

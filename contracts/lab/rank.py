@@ -79,6 +79,7 @@ def main(job_file: str) -> None:
         rank=rank,
         ranks=ranks,
         mesh=generation.mesh,
+        wrapped=generation.wrapped,
     )
     if generation.precision is not None:
         case = dataclasses.replace(case, precision=generation.precision)

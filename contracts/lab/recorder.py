@@ -110,7 +110,9 @@ def _small_state(impl: Implementation, names: dict[torch.nn.Parameter, str]) -> 
     for name, parameter in impl.model.named_parameters(remove_duplicate=False):
         aliases.setdefault(parameter, []).append(_unwrapped(name))
     shared = sorted(sorted(its) for its in aliases.values() if len(its) > 1)
-    return {"groups": groups, "scheduler": _plain(scheduler), "random": random, "aliases": shared}
+    scaler = impl.scaler.state_dict() if impl.scaler is not None else None
+    plain = {"scheduler": _plain(scheduler), "scaler": _plain(scaler)}
+    return {"groups": groups, **plain, "random": random, "aliases": shared}
 
 
 def _plain(value: Any) -> Any:

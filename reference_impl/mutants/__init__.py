@@ -3,7 +3,19 @@
 A mutant overrides one method, says its mistake in one sentence, and names the contract that must catch it.
 """
 
-from reference_impl.mutants import crash, keys, neighbours, order, precision, publish, reshard, resume, retention, writers
+from reference_impl.mutants import (
+    crash,
+    keys,
+    neighbours,
+    neighbours_state,
+    order,
+    precision,
+    publish,
+    reshard,
+    resume,
+    retention,
+    writers,
+)
 from reference_impl.mutants.registry import MUTANTS, NEIGHBOURS, names
 
-__all__ = ["MUTANTS", "NEIGHBOURS", "crash", "keys", "names", "neighbours", "order", "precision", "publish", "reshard", "resume", "retention", "writers"]
+__all__ = ["MUTANTS", "NEIGHBOURS", "crash", "keys", "names", "neighbours", "neighbours_state", "order", "precision", "publish", "reshard", "resume", "retention", "writers"]

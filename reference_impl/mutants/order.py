@@ -171,3 +171,11 @@ class LoadsOnlyWhatIsThere(Reference):
     def load_optimizer(self, path: Path) -> None:
         if self.optimizer.state:
             super().load_optimizer(path)
+
+
+@mutant(caught_by="order.loading-leaves-small-state")
+class StartsTheScaleOver(Reference):
+    """Restores everything but its gradient scaler, which begins with its first scale again."""
+
+    def load_scaler(self, path: Path) -> None:
+        pass

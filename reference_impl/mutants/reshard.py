@@ -148,3 +148,22 @@ class ShardsOverReplicasToo(Reference):
 
     def mesh(self) -> DeviceMesh:
         return init_device_mesh(self.runtime.device.type, (self.runtime.world,), mesh_dim_names=("shard",))
+
+
+@mutant(caught_by="reshard.whole-parameters")
+class LeavesWholeGradientsToFSDP(Reference):
+    """Reduces no gradient by hand, as if FSDP reduced those too that it was told to ignore."""
+
+    def average_whole_gradients(self) -> None:
+        pass
+
+
+@mutant(caught_by="reshard.whole-parameters")
+class ForgetsMomentsWithoutShards(Reference):
+    """Restores the moments of what is sharded, and leaves a parameter without dimensions to begin anew."""
+
+    def load_optimizer(self, path: Path) -> None:
+        super().load_optimizer(path)
+        for parameter, its in self.optimizer.state.items():
+            if parameter.ndim == 0:
+                its["exp_avg"].zero_()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from reference_impl import published, state
 from reference_impl.checkpoint import SHARDS, Checkpointer
+from reference_impl.errors import UsageError
 from reference_impl.mutants.registry import mutant
 from reference_impl.rng import restore_streams, seed_streams
 from reference_impl.under_contract import Reference
@@ -237,3 +239,28 @@ class LeavesFrozenParametersToTheBaseModel(Reference):
         with torch.no_grad():
             for name, value in base.items():
                 self.model.get_parameter(name).copy_(value)
+
+
+@mutant(caught_by="resume.wrappers-leave-no-trace")
+class SavesNamesAsTheyAre(Reference):
+    """Takes the names of optimizer state from the wrapped model, and finds them again while it is wrapped alike."""
+
+    def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
+        wrapped = {state.unwrapped(name): name for name, _ in self.model.named_parameters()}
+        found = {}
+        for name, tensor in super().checkpoint_tensors().items():
+            fqn, _, key = name.removeprefix("optimizer.state.").rpartition(".")
+            found[f"optimizer.state.{wrapped[fqn]}.{key}" if fqn in wrapped else name] = tensor
+        return found
+
+
+@mutant(caught_by="resume.wrappers-leave-no-trace")
+class ResumesOnlyUnderItsWrappers(Reference):
+    """Records what the blocks were wrapped in, and refuses a checkpoint of other wrappers."""
+
+    def resume(self) -> bool:
+        path = self.checkpointer.latest()
+        saved = json.loads((path / "run.json").read_text())
+        if any(saved[name] != getattr(self.config, name) for name in ("compile", "activation_checkpointing")):
+            raise UsageError(f"{path} was saved under other wrappers")
+        return super().resume()
