@@ -1,9 +1,13 @@
-"""How long one 2-rank generation takes through the lab, beside a cold torchrun of the same work.
+"""What the lab saves: one generation, and a whole suite of checks, beside cold torchruns of the same work.
 
     python -m contracts.lab.benchmark
 
-Both run the same ranks on the same job, in turn, so that a busy machine slows both. Prints medians, their ratio, and the
-share of the lab's time that the ranks themselves were at work.
+A generation: the lab and torchrun run the same ranks on the same job, in turn, so that a busy machine slows both. Prints
+medians, their ratio, and the share of the lab's time that the ranks themselves were at work.
+
+Checks: every contract judges one case of its kind in a world of two, and what a kind's contracts share is run once.
+Beside it, each of these checks as a test of its own that launches its generations with torchrun: their number, times what
+such a launch took in the same run.
 """
 
 from __future__ import annotations
@@ -18,8 +22,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from contracts.bindings.known import resolve
 from contracts.case import Case, Generation, Save, Train
 from contracts.lab.lab import Lab
+from contracts.suite import PROFILES, Suite, select
 
 IMPLEMENTATION = "contracts.bindings.torch_dcp:TorchDCP"
 CASE = Case(generations=(Generation(ranks=2, steps=(Train(2), Save())),))
@@ -27,6 +33,12 @@ WARM_UP, ROUNDS = 2, 7
 
 
 def main() -> int:
+    _checks(_generation())
+    return 0
+
+
+def _generation() -> float:
+    """Print the first part; seconds of a cold torchrun."""
     through_lab: list[float] = []
     own_work: list[float] = []
     cold: list[float] = []
@@ -48,7 +60,26 @@ def main() -> int:
     print(f"  through the lab    {lab_median:6.2f} s")
     print(f"  cold torchrun      {cold_median:6.2f} s   {cold_median / lab_median:.1f} times as long")
     print(f"  ranks' own work    {share:6.0%}   of the time through the lab")
-    return 0
+    return cold_median
+
+
+def _checks(cold_seconds: float) -> None:
+    """Print the second part."""
+    checks = launches = 0
+    with tempfile.TemporaryDirectory() as directory:
+        target = resolve("reference")
+        with Suite(target, profile=PROFILES["smoke"], worlds=(2,), directory=Path(directory)) as suite:
+            chosen = [contract for contract in select() if suite.applies(contract)]  # and the parent is warm
+            started = time.perf_counter()
+            for contract in chosen:
+                verdict = suite.verdict(contract)
+                checks += verdict.cases
+                launches += verdict.census.generations
+            seconds = time.perf_counter() - started
+    print(f"{len(chosen)} contracts, one case of each kind in a world of two: {checks} checks of {launches} generations")
+    print(f"  through the suite  {seconds / checks:6.2f} s a check, {seconds / len(chosen):.2f} s a contract")
+    each = cold_seconds * launches / checks
+    print(f"  cold torchruns     {each:6.2f} s a check   {each * checks / seconds:.1f} times as long")
 
 
 def _own_seconds(evidence: Path) -> float:
