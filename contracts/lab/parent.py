@@ -59,6 +59,7 @@ def _import_stack(job: dict[str, Any]) -> dict[str, Any]:
     ):
         importlib.import_module(name)
 
+    _compute_what_ranks_would()
     implementation = rank.load(job["implementation"])
     if implementation.start_method == "fork" and (threads := len(os.listdir("/proc/self/task"))) > 1:
         raise RuntimeError(
@@ -76,6 +77,14 @@ def _import_stack(job: dict[str, Any]) -> dict[str, Any]:
             "cuda": torch.version.cuda,
         },
     }
+
+
+def _compute_what_ranks_would() -> None:
+    """Have transformers compile its rename patterns, which it keeps: each rank's first `from_pretrained` would, for 0.1 s."""
+    with contextlib.suppress(ImportError, AttributeError):  # where this version has none
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        get_checkpoint_conversion_mapping("llama")
 
 
 def _prepare(job: dict[str, Any]) -> dict[str, Any]:
