@@ -73,10 +73,15 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """Checkpoint policy: how `save` writes, and how many published checkpoints are kept (0 keeps all)."""
+    """Checkpoint policy: how `save` writes, and how many published checkpoints are kept (`keep_latest` of 0 keeps all).
+
+    `keep_best` more are kept for their metric, which each save is given; `best_mode` says which values are better.
+    """
 
     mode: Literal["sync", "thread", "process"] = "sync"
     keep_latest: int = 0
+    keep_best: int = 0
+    best_mode: Literal["min", "max"] = "min"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +106,13 @@ class Train:
 
 @dataclass(frozen=True)
 class Save:
-    """Ask for a checkpoint; with an asynchronous policy it returns before the bytes have landed."""
+    """Ask for a checkpoint; with an asynchronous policy it returns before the bytes have landed.
+
+    `metric` is what the model was measured at just before, for policies that keep the best.
+    """
 
     final: bool = False
+    metric: float | None = None
 
 
 @dataclass(frozen=True)
@@ -400,8 +409,8 @@ def _phrase(item: Step | Fault) -> str:
             return f"draw {count}"
         case FillGradients(value):
             return "drop gradients" if value is None else "leave gradients pending"
-        case Save(final):
-            return "save final" if final else "save"
+        case Save(final, metric):
+            return "save" + " final" * final + (f" at {metric}" if metric is not None else "")
         case SetStepCount(value):
             return f"count {value} optimizer steps"
         case ForgetMoments():

@@ -151,7 +151,7 @@ class GenerationHistory:
         tampered: what was done to the directory beforehand: `{"how", "paths"}`.
         lost: what a power loss took, see `contracts.lab.power.lose`; empty where there was none.
         names: every name under the run's root at the end, with its size in bytes; a directory's ends in a slash.
-        pointer: what the layout's pointer names at the end, or None.
+        pointer, best: what the layout's pointers to the newest and to the best checkpoint name at the end, or None.
     """
 
     case: Generation
@@ -166,6 +166,7 @@ class GenerationHistory:
     names: dict[str, int] = field(default_factory=dict)
     pointer: str | None = None
     lost: dict[str, Any] = field(default_factory=dict)
+    best: str | None = None
 
     def of(self, *kinds: str, rank: int | None = None) -> list[Event]:
         """Events of these kinds, in order."""
@@ -329,6 +330,7 @@ def _load_generation(directory: Path, number: int, generation: Generation) -> Ge
         names=done.get("names", {}),
         pointer=done.get("pointer"),
         lost=done.get("lost", {}),
+        best=done.get("best"),
     )
 
 

@@ -63,6 +63,8 @@ class Capability(enum.StrEnum):
     """Has a `scaler` that scales the loss where the case says so, and whose state is saved and resumed."""
     RETENTION = "retention"
     """Keeps as many published checkpoints as the case says, and removes older ones."""
+    BEST = "best"
+    """Keeps the best checkpoints by `metric` beside the newest, as many as the case says, and points at the best."""
     INTEGRITY = "integrity"
     """Notices when a checkpoint's bytes are not those that were written."""
 
@@ -79,6 +81,8 @@ class Layout:
         incomplete: name of a file inside a checkpoint which says, while it is there, that the checkpoint is not
             published yet; for stacks that write under the final name from the start.
         pointer: name of a link, or of a text file that holds a name, which points at the newest published checkpoint.
+        best: the same for the checkpoint with the best metric.
+        newer_wins_ties: whether the newer or the older of two checkpoints with equal metrics is the better one.
     """
 
     published: str = r"step_(?P<step>\d+)"
@@ -86,6 +90,8 @@ class Layout:
     companions: tuple[str, ...] = ()
     incomplete: str | None = None
     pointer: str | None = None
+    best: str | None = None
+    newer_wins_ties: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +137,7 @@ class Implementation:
         scheduler: its learning-rate scheduler, or None.
         scaler: its gradient scaler, or None.
         step: optimizer steps taken by the run.
+        metric: what a stack that keeps the best checkpoints is to rank the next save by; set before each `save`.
     """
 
     capabilities: ClassVar[frozenset[Capability] | set[Capability]] = frozenset()
@@ -143,6 +150,7 @@ class Implementation:
     scheduler: Any = None
     scaler: Any = None
     step: int = 0
+    metric: float | None = None
 
     def __init__(self, case: Case, place: Place) -> None:
         self.case = case

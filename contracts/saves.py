@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from contracts.case import Kill, PowerLoss
+from contracts.case import Checkpoint, Kill, PowerLoss
 from contracts.checkpoint_dir import CheckpointDirectory
 from contracts.history import Event, GenerationHistory, History
 from contracts.implementation import Layout
@@ -38,6 +38,12 @@ def whole_steps(generation: GenerationHistory, layout: Layout, like: CheckpointD
         for name, found in generation.disk.items()
         if found.tensors and not found.problems and wanted <= set(found.files)
     )
+
+
+def ranked(metrics: dict[int, float | None], policy: Checkpoint, layout: Layout) -> list[int]:
+    """Steps of the checkpoints that have a metric, the best first: by metric, then in the order the layout declares for ties."""
+    sign, newer = (1 if policy.best_mode == "min" else -1), (-1 if layout.newer_wins_ties else 1)
+    return [step for _, _, step in sorted((sign * m, newer * step, step) for step, m in metrics.items() if m is not None)]
 
 
 def newest(generation: GenerationHistory, layout: Layout) -> CheckpointDirectory | None:

@@ -699,6 +699,34 @@ def _retained(ranks: int, scope: Scope) -> Sequence[SearchStrategy[Case]]:
     ]
 
 
+def _ranked(ranks: int, scope: Scope) -> Sequence[SearchStrategy[Case]]:
+    better, same, worse = 0.25, 0.5, 0.75
+
+    @st.composite
+    def draw_case(draw: st.DrawFn, latest: int, best: int, mode: str, metrics: SearchStrategy[tuple[float, ...]]) -> Case:
+        values = draw(metrics)
+        sign = 1 if mode == "min" else -1
+        saves = [(Train(1), Save(metric=sign * value), Finalize()) for value in values]
+        first, again = itertools.chain(*saves[:-3]), itertools.chain(*saves[-3:])
+        return Case(
+            generations=(
+                Generation(ranks=ranks, steps=tuple(first)),
+                Generation(ranks=ranks, steps=(Resume(), *again), seed=1),
+            ),
+            model=SMALLEST,
+            checkpoint=Checkpoint(
+                mode=draw(st.sampled_from(scope.modes()[:2])), keep_latest=latest, keep_best=best, best_mode=mode
+            ),
+            seed=draw(st.integers(0, 99)),
+        )
+
+    # Ties between a checkpoint that is about to be pruned and a newer one, in one process and across a resume.
+    tied = st.just((worse, same, same, worse, same, worse, worse))
+    tied_for_the_last_place = st.just((same, better, same, worse, same, worse, worse))
+    some = st.tuples(*[st.sampled_from([better, same, worse])] * 6)
+    return [draw_case(1, 1, "min", tied), draw_case(1, 2, "max", tied_for_the_last_place), draw_case(2, 1, "max", some)]
+
+
 CRASHED_SAVES = Cases("crashed-saves", _crashed, weight=2)
 """Save twice, one rank killed at a file event of the second; resume amid what it left, save again, resume."""
 
@@ -719,3 +747,6 @@ PRESSED_SAVES = Cases("pressed-saves", _pressed)
 
 RETAINED_RUNS = Cases("retained-runs", _retained)
 """More saves than are kept, amid foreign names, misleading times and what a killed save left."""
+
+RANKED_RUNS = Cases("ranked-runs", _ranked)
+"""More saves than are kept, each with a metric, equal ones among them; resumed, and more of them."""

@@ -6,14 +6,18 @@ import argparse
 import json
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from reference_impl.config import describe_options, read_config
-from reference_impl.errors import UsageError
+from reference_impl.errors import PeerError, UsageError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. 0: done, 2: something cannot be used as asked (rank 0 says what on stderr)."""
+    """Run a command. 0: done, 1: a rank failed, 2: something cannot be used as asked, 75: stopped early, and can go on.
+
+    Rank 0 says on stderr which and why.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m reference_impl",
         description="Fine-tune a reranker with FSDP2; train resumes from its newest checkpoint by itself.",
@@ -34,9 +38,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("RANK", "0") == "0":
             print(f"reference_impl: {error}", file=sys.stderr)
         return 2
+    except PeerError as error:
+        if error.__cause__ is not None:  # on the ranks where it happened
+            traceback.print_exception(error.__cause__)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"reference_impl: {error}\nwhat was published before stays; resume with the same command", file=sys.stderr)
+        return 1
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps(result))
-    return 0
+    return os.EX_TEMPFAIL if result.get("stopped") else 0
 
 
 # DCP's writer process imports this module again under another name; only the command itself may run.

@@ -9,24 +9,32 @@ Each step is a method of its own and entered by every rank. The backend is DCP; 
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from reference_impl import published
+from reference_impl.retention import Retention
 from reference_impl.runtime import PeerError, Runtime, all_true, everywhere, on_rank_zero
 
 SHARDS = "dcp"
 """The folder inside a checkpoint that DCP owns."""
+
+EXIT_DEADLINE = timedelta(seconds=10)
+"""How long a rank that ends with a save in flight waits for the others to end too."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +55,21 @@ class Checkpointer:
     mode needs a ``__main__`` that can be imported again.
     """
 
-    def __init__(self, root: str | Path, runtime: Runtime, *, mode: str = "sync", keep: int = 2) -> None:
-        self.root, self.runtime, self.mode, self.keep = Path(root), runtime, mode, keep
+    def __init__(self, root: str | Path, runtime: Runtime, *, mode: str = "sync", keep: Retention | None = None) -> None:
+        self.root, self.runtime, self.mode, self.keep = Path(root), runtime, mode, keep or Retention()
         self.pending: Pending | None = None
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint as rank 0 sees it, the same answer on every rank."""
         return on_rank_zero(self.runtime, "looking for a checkpoint", lambda: published.newest_whole(self.root))
+
+    def best(self) -> Path | None:
+        """The whole checkpoint with the best metric as rank 0 sees it, the same answer on every rank."""
+
+        def look() -> Path | None:
+            return published.first_sound(path for _, path in self.keep.ranked(published.whole_checkpoints(self.root)))
+
+        return on_rank_zero(self.runtime, "looking for the best checkpoint", look)
 
     def save(self, step: int, tensors: dict[str, torch.Tensor], companions: Callable[[Path], None]) -> None:
         """Save ``tensors`` (DTensors, or plain tensors that are equal on all ranks or named per rank) as ``step_N``.
@@ -79,6 +95,7 @@ class Checkpointer:
             self.discard(directory)
             raise
         self.pending = Pending(step, directory, written, stager)
+        atexit.register(self.flush_at_exit)
         if self.mode == "sync":
             self.finalize()
 
@@ -90,15 +107,28 @@ class Checkpointer:
         pending, self.pending = self.pending, None
         if pending is None:
             return
+        atexit.unregister(self.flush_at_exit)
         try:
             everywhere(self.runtime, f"writing the checkpoint of step {pending.step}", pending.written.result)
+            self.publish(pending.directory, pending.step)
         except PeerError:
             self.discard(pending.directory)
             raise
         finally:
             pending.stager.close()
-        self.publish(pending.directory, pending.step)
         self.prune()
+
+    def flush_at_exit(self) -> None:
+        """Publish a save that is still in flight when the interpreter ends; where that cannot be, say so and exit with 1."""
+        assert self.pending is not None
+        try:
+            if (error := getattr(sys, "last_value", None)) is not None:
+                raise error  # This rank failed, and its peers may be anywhere.
+            dist.monitored_barrier(self.runtime.control, timeout=EXIT_DEADLINE)
+            self.finalize()
+        except BaseException as error:
+            print(f"rank {self.runtime.rank} ended before the save was published: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
 
     def poll(self) -> None:
         """Finalize if every rank has finished writing; cheap enough to call once per training step."""
@@ -162,23 +192,35 @@ class Checkpointer:
         on_rank_zero(self.runtime, f"writing tokenizer and configuration to {directory}", lambda: companions(directory))
 
     def publish(self, directory: Path, step: int) -> None:
-        """Rank 0 seals the finished directory, gives it its final name, and moves the pointer, in this order."""
+        """Rank 0 seals the finished directory, gives it its final name, and moves the pointers, in this order."""
 
         def rename() -> None:
             final = self.root / published.final_name(step)
+            self.check_shards(directory / SHARDS)
             published.seal(directory)
             os.rename(directory, final)
             published.flush(self.root)
             published.point(self.root, final.name)
+            if self.keep.best and (found := self.keep.ranked(published.whole_checkpoints(self.root))):
+                published.point(self.root, found[0][1].name, pointer=published.BEST)
 
         on_rank_zero(self.runtime, f"publishing step {step}", rename)
 
+    def check_shards(self, directory: Path) -> None:
+        """Raise ``OSError`` unless every file is there that DCP says it has written: somebody may have removed one since."""
+        stored = dcp.FileSystemReader(directory).read_metadata().storage_data
+        for name in sorted({info.relative_path for info in stored.values()}):
+            (directory / name).stat()
+
     def prune(self) -> None:
-        """Rank 0 removes the oldest whole checkpoints beyond ``keep``; what is not whole neither counts nor goes."""
+        """Rank 0 removes the whole checkpoints that ``keep`` does not name; what is not whole neither counts nor goes."""
 
         def remove_old() -> None:
-            for _, path in published.whole_checkpoints(self.root)[: -self.keep]:
-                published.remove(path)
+            whole = published.whole_checkpoints(self.root)
+            kept = self.keep.kept(whole)
+            for found in whole:
+                if found not in kept:
+                    published.remove(found[1])
 
         on_rank_zero(self.runtime, "removing old checkpoints", remove_old)
 

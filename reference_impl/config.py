@@ -30,6 +30,7 @@ def option(default: Any, doc: str, *, choices: tuple[str, ...] = ()) -> Any:
 
 
 FLOATS = ("float32", "bfloat16", "float16")
+METRICS = ("loss", "mrr@10", "ndcg@10")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,7 @@ class Config:
 
     # How long and how fast.
     steps: int = option(100, "optimizer steps of the whole run; the learning-rate schedule spans them")
+    max_seconds: float = option(0.0, "save and exit with 75 after the step in which this start is so old; 0 never does")
     batch_size: int = option(4, "queries per rank and micro-batch")
     accumulation_steps: int = option(1, "micro-batches per optimizer step")
     temperature: float = option(1.0, "scores are divided by this before the listwise softmax")
@@ -97,12 +99,16 @@ class Config:
     checkpoint_every_steps: int = option(100, "optimizer steps between saves; 0 saves only at the end")
     save_mode: str = option("sync", "who writes while training goes on", choices=("sync", "thread", "process"))
     keep_checkpoints: int = option(2, "newest whole checkpoints to keep, at least 1")
+    keep_best: int = option(0, "best whole checkpoints to keep besides; the link 'best' names the best of all")
+    best_metric: str = option("loss", "what makes a checkpoint best; all but loss evaluate before each save", choices=METRICS)
+    best_mode: str = option("min", "whether small or large values of best_metric are good", choices=("min", "max"))
 
     # Evaluation and reporting.
     evaluate_around_training: bool = option(True, "evaluate before the first and after the last step of train")
     eval_queries: int = option(200, "queries to evaluate at most")
     eval_n_passages: int = option(5, "candidates per evaluation query: 1 positive and n-1 negatives")
     eval_hard_negatives: int = option(2, "of those negatives, how many come from the query's own")
+    evaluate_checkpoint: str = option("latest", "which checkpoint evaluate reads", choices=("latest", "best"))
     eval_batch_size: int = option(8, "queries per rank and forward in evaluation")
     progress: bool = option(True, "draw a progress bar on rank 0")
     plot: bool = option(True, "write loss.png at the end")
@@ -128,16 +134,20 @@ class Config:
         for name in (
             "warmup_steps",
             "checkpoint_every_steps",
+            "keep_best",
             "hard_negatives",
             "eval_hard_negatives",
             "weight_decay",
             "max_grad_norm",
+            "max_seconds",
             "eval_queries",
         ):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         for name in ("temperature", "learning_rate", "epsilon"):
             _require(getattr(self, name) > 0, name, getattr(self, name), "above 0")
         _require(0 <= self.eval_fraction < 1, "eval_fraction", self.eval_fraction, "from 0 up to, not including, 1")
+        if self.keep_best and (self.best_metric == "loss") != (self.best_mode == "min"):
+            raise ConfigError(f"best_metric={self.best_metric} with best_mode={self.best_mode} would keep the worst")
         for part in ("{query}", "{passage}"):
             _require(part in self.prompt_template, "prompt_template", self.prompt_template, f"a text holding {part}")
         if self.masters != "none" and (self.parameters, self.moments) not in (("bfloat16", "float32"), ("float16", "float32")):

@@ -50,11 +50,12 @@ def evaluate(trainer: Trainer) -> dict[str, float | int]:
 
 
 def load_for_evaluation(trainer: Trainer) -> Path | None:
-    """Weights, tokenizer and tokenization of the newest checkpoint into a built trainer; None when there is none.
+    """Weights, tokenizer and tokenization of the newest or the best checkpoint into a built trainer; None when there is none.
 
     Text is read as training read it: the recorded tokenizer and settings win over this run's configuration.
     """
-    path = trainer.checkpointer.latest()
+    stored = trainer.checkpointer
+    path = stored.best() if trainer.config.evaluate_checkpoint == "best" else stored.latest()
     if path is not None:
         trainer.load_model(path)
         trainer.cast_parameters()

@@ -1,9 +1,10 @@
-"""Which checkpoints stand in a directory: names, wholeness, and the pointer to the newest.
+"""Which checkpoints stand in a directory: names, wholeness, and the pointers to the newest and the best.
 
 output_dir/
   step_10/            whole: manifest.json lists every file, its size and its SHA-256
   tmp_step_20/        a save that is not finished; never read
   latest -> step_10   for people and tools; :func:`newest_whole` does not depend on it
+  best -> step_5      where checkpoints are kept for their metric
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 MANIFEST = "manifest.json"
 POINTER = "latest"
+BEST = "best"
 
 
 def final_name(step: int) -> str:
@@ -39,12 +42,19 @@ def whole_checkpoints(root: Path) -> list[tuple[int, Path]]:
 
 
 def newest_whole(root: Path) -> Path | None:
-    """The whole checkpoint with the highest step, its bytes verified, or None. Says on stderr what it passed over, and why.
+    """The whole checkpoint with the highest step, or None. Says on stderr what it passed over, and why.
 
     A crash can fall between a rename and the pointer's update, so the directories decide, not the pointer.
     """
     found = [(step, path) for path in _entries(root) if (step := _step(path.name, "step_")) is not None and not path.is_symlink()]
-    for _, path in sorted(found, reverse=True):
+    for path in leftovers(root):
+        print(f"passing over {path}: a save or a removal that was not finished", file=sys.stderr, flush=True)
+    return first_sound(path for _, path in sorted(found, reverse=True))
+
+
+def first_sound(paths: Iterable[Path]) -> Path | None:
+    """The first of these checkpoints that is whole, its bytes verified. Says on stderr what it passed over, and why."""
+    for path in paths:
         wrong = why_not_whole(path, verify=True)
         if wrong is None:
             return path
@@ -102,12 +112,12 @@ def make_directory(directory: Path) -> None:
         flush(directory.parent)
 
 
-def point(root: Path, name: str) -> None:
-    """Make ``latest`` a link to ``name`` in one atomic step."""
-    beside = root / f".{POINTER}.new"
+def point(root: Path, name: str, *, pointer: str = POINTER) -> None:
+    """Make ``pointer`` a link to ``name`` in one atomic step."""
+    beside = root / f".{pointer}.new"
     beside.unlink(missing_ok=True)
     beside.symlink_to(name)
-    os.replace(beside, root / POINTER)
+    os.replace(beside, root / pointer)
     flush(root)
 
 
@@ -122,7 +132,7 @@ def remove(directory: Path) -> None:
 def leftovers(root: Path) -> list[Path]:
     """What interrupted saves and deletions left behind: this module's own temporary names and nothing else."""
     prefixes = ("tmp_step_", "deleting_step_")
-    return [path for path in root.iterdir() if any(_step(path.name, prefix) is not None for prefix in prefixes)]
+    return [path for path in _entries(root) if any(_step(path.name, prefix) is not None for prefix in prefixes)]
 
 
 def checksum(path: Path) -> str:

@@ -15,12 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from reference_impl.errors import PeerError
+
 # DCP's own error is no Exception but a BaseException: `except Exception` lets a failed write through.
 T = TypeVar("T")
-
-
-class PeerError(RuntimeError):
-    """Something failed on at least one rank; the message says on which and how. Raised on every rank."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +106,14 @@ def on_rank_zero(runtime: Runtime, what: str, work: Callable[[], T]) -> T:
 
 def all_true(runtime: Runtime, here: bool) -> bool:
     """Whether ``here`` is true on every rank."""
-    flag = torch.tensor([int(here)])
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=runtime.control)
-    return bool(flag.item())
+    return not most(runtime, int(not here))
+
+
+def most(runtime: Runtime, here: int) -> int:
+    """The largest ``here`` of all ranks."""
+    largest = torch.tensor([here])
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=runtime.control)
+    return int(largest.item())
 
 
 def global_mean(runtime: Runtime, value: float) -> float:

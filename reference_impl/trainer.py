@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from reference_impl.config import Config, ConfigError
 from reference_impl.data import load_split
 from reference_impl.loss import listwise_loss
 from reference_impl.optim import build_optimizer, build_scheduler
+from reference_impl.retention import ABOUT, Retention
 from reference_impl.rng import capture_streams, restore_streams, seed_streams
 from reference_impl.scaler import ShardedScaler
 
@@ -42,8 +44,11 @@ class Trainer:
     """One rank's part of the run. Every public method is entered by every rank.
 
     ``model`` (FSDP2-sharded), ``optimizer``, ``scheduler``, ``tokenizer``, ``batches`` exist after :meth:`build`;
-    ``step`` counts the optimizer steps that are done.
+    ``step`` counts the optimizer steps that are done; ``metrics`` is what the model was measured at since the last one;
+    ``resumed_from`` is the checkpoint that :meth:`resume` took.
     """
+
+    checkpointer_class: type[Checkpointer] = Checkpointer
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -59,6 +64,8 @@ class Trainer:
         self.parameter_dtype: torch.dtype = getattr(torch, config.parameters)
         self.moment_dtype: torch.dtype = getattr(torch, config.moments)
         self.step = 0
+        self.metrics: dict[str, float] = {}
+        self.resumed_from: Path | None = None
         self.checkpointer = self.make_checkpointer()
 
     # Building.
@@ -112,7 +119,8 @@ class Trainer:
 
     def make_checkpointer(self) -> Checkpointer:
         config = self.config
-        return Checkpointer(config.output_dir, self.runtime, mode=config.save_mode, keep=config.keep_checkpoints)
+        keep = Retention(config.keep_checkpoints, config.keep_best, config.best_metric, config.best_mode)
+        return self.checkpointer_class(config.output_dir, self.runtime, mode=config.save_mode, keep=keep)
 
     # Training.
 
@@ -146,8 +154,9 @@ class Trainer:
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
+        self.metrics = {"loss": runtimes.global_mean(self.runtime, total)}
         return {
-            "loss": runtimes.global_mean(self.runtime, total),
+            **self.metrics,
             "lr": rate,
             "grad_norm": grad_norm,
             "samples": [sample for batch in micro_batches for sample in batch.samples],
@@ -184,7 +193,7 @@ class Trainer:
 
     def save(self, *, final: bool = False) -> None:
         """Checkpoint this step. ``final`` also publishes it before returning: no later call would."""
-        self.checkpointer.save(self.step, self.checkpoint_tensors(), self.write_companions)
+        self.checkpointer.save(self.step, self.checkpoint_tensors(), partial(self.write_companions, final=final))
         if final:
             self.finalize()
 
@@ -200,13 +209,18 @@ class Trainer:
             f"rng.rank_{self.runtime.rank}": capture_streams(self.runtime.device),
         }
 
-    def write_companions(self, directory: Path) -> None:
+    def write_companions(self, directory: Path, *, final: bool) -> None:
         """The replicated files: tokenizer, model configuration, and what a resume or an evaluation must know."""
         self.tokenizer.save_pretrained(directory / "tokenizer")
         self.model.config.save_pretrained(directory)
         _write_json(directory / "run.json", self.config.to_dict())
         _write_json(directory / "tokenization.json", self.tokenization.to_dict())
         _write_json(directory / PROGRESS, self.progress())
+        _write_json(directory / ABOUT, {"step": self.step, "final": final, "metrics": self.measured()})
+
+    def measured(self) -> dict[str, float]:
+        """What the checkpoint of this step may be ranked by, the same on every rank."""
+        return self.metrics
 
     def progress(self) -> dict[str, Any]:
         return {
@@ -231,7 +245,7 @@ class Trainer:
         The order matters. Optimizer state takes the dtype of the parameters it is loaded against, so these come first and
         final; the scheduler sets rates in the optimizer's groups; random streams come last, after all that might draw.
         """
-        path = self.checkpointer.latest()
+        self.resumed_from = path = self.checkpointer.latest()
         if path is None:
             return False
         self.refuse_other_precision(path)

@@ -12,7 +12,6 @@ from contracts.case import Case
 from contracts.implementation import Capability, Implementation, Layout, Place
 from contracts.published_names import PublishedNames
 from reference_impl import model as models
-from reference_impl.checkpoint import Checkpointer
 from reference_impl.config import Config
 from reference_impl.keys import KeyMapping, rules_for
 from reference_impl.trainer import Trainer
@@ -30,6 +29,7 @@ class Reference(Trainer, Implementation):
         Capability.PUBLISH,
         Capability.COMPANIONS,
         Capability.RETENTION,
+        Capability.BEST,
         Capability.INTEGRITY,
         Capability.KEY_MAPPING,
         Capability.RESHARD,
@@ -44,18 +44,20 @@ class Reference(Trainer, Implementation):
         Capability.SCALER,
     }
     layout = Layout(
-        companions=("tokenizer.json", "tokenizer_config.json", "config.json", "run.json", "tokenization.json", "progress.json"),
+        companions=(
+            *("tokenizer.json", "tokenizer_config.json", "config.json"),
+            *("run.json", "tokenization.json", "progress.json", "save.json"),
+        ),
         pointer="latest",
+        best="best",
     )
-    checkpointer_class: type[Checkpointer] = Checkpointer
 
     def __init__(self, case: Case, place: Place) -> None:
         Implementation.__init__(self, case, place)
         Trainer.__init__(self, configure(case, place), device=place.device)
 
-    def make_checkpointer(self) -> Checkpointer:
-        config = self.config
-        return self.checkpointer_class(config.output_dir, self.runtime, mode=config.save_mode, keep=config.keep_checkpoints)
+    def measured(self) -> dict[str, float]:
+        return super().measured() if self.metric is None else {self.config.best_metric: self.metric}
 
     def build_optimizer(self) -> torch.optim.Optimizer:
         optimizer = super().build_optimizer()
@@ -141,6 +143,9 @@ def _options(case: Case, place: Place) -> dict[str, Any]:
         "checkpoint_every_steps": 0,
         "save_mode": case.checkpoint.mode,
         "keep_checkpoints": case.checkpoint.keep_latest or 1_000_000,
+        "keep_best": case.checkpoint.keep_best,
+        "best_metric": "loss" if case.checkpoint.best_mode == "min" else "mrr@10",
+        "best_mode": case.checkpoint.best_mode,
         "progress": False,
         "plot": False,
     }

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contracts.history import GenerationHistory, History
 from contracts.implementation import Capability
 from contracts.judging import Check, NotApplicable, contract
-from contracts.saves import kill_point, publishes, resumed_step, resumes_of, step_of, whole_steps, why
-from contracts.strategies import RETAINED_RUNS
+from contracts.saves import kill_point, publishes, ranked, resumed_step, resumes_of, step_of, whole_steps, why
+from contracts.strategies import RANKED_RUNS, RETAINED_RUNS
 
 NEEDS = {Capability.TRAIN, Capability.RESUME, Capability.PUBLISH, Capability.RETENTION}
 
@@ -106,6 +106,56 @@ def latest_kept(history: History, check: Check) -> None:
         if history.layout.pointer is not None and generation.pointer is not None and whole:
             seen = step_of(generation.pointer, history.layout)
             check(seen == whole[-1], f"{history.layout.pointer} names step {seen}, and the newest is {whole[-1]}")
+
+
+@contract(cases=RANKED_RUNS, needs={*NEEDS, Capability.BEST})
+def latest_and_best_kept(history: History, check: Check) -> None:
+    """The newest and the best checkpoints survive every prune, and the pointers name one of each; ties have one order.
+
+    A lookup that orders checkpoints with equal metrics otherwise than retention names what retention has removed.
+
+    Seen: NVIDIA-NeMo/RL#3071.
+    """
+    policy, layout = history.case.checkpoint, history.layout
+    metrics: dict[int, float | None] = {}
+
+    def kept(steps: dict[int, float | None]) -> set[int]:
+        return {*sorted(steps)[-policy.keep_latest :], *ranked(steps, policy, layout)[: policy.keep_best]}
+
+    for generation in history.generations:
+        saved = {event.step: event.data.get("metric") for event in generation.of("save-begins")}
+        standing = dict(metrics)
+        for event in generation.files():
+            name = event.path.partition("/")[0]
+            step = step_of(name, layout)
+            if publishes(event, layout):
+                standing[step] = saved.get(step)
+            elif step in standing and (event.operation == "deleted" or (event.operation == "moved-from" and event.path == name)):
+                told = f"{name} was removed while checkpoints of {_metrics(standing)} stood"
+                check(step not in kept(standing), f"{told}: {_declared(history)}")
+                del standing[step]
+        if generation.failure:
+            if metrics:
+                check(False, f"after saves of {_metrics(metrics)} the run {why(generation)}")
+            return
+        metrics |= saved
+        if not any(metric is not None for metric in metrics.values()):
+            raise NotApplicable("no save was given a metric")
+        whole, expected, best = whole_steps(generation, layout), kept(metrics), ranked(metrics, policy, layout)
+        where = f"after saves of {_metrics(metrics)}: "
+        check(expected <= set(whole), f"{where}steps {whole} stand, expected {sorted(expected)} among them: {_declared(history)}")
+        for pointer, seen, wanted in ((layout.pointer, generation.pointer, max(metrics)), (layout.best, generation.best, best[0])):
+            if pointer is not None:
+                check(step_of(seen or "", layout) == wanted, f"{where}{pointer} names {seen}, expected step {wanted}: {_declared(history)}")
+
+
+def _metrics(metrics: dict[int, float | None]) -> str:
+    return ", ".join(f"step {step} at {metric}" for step, metric in sorted(metrics.items()))
+
+
+def _declared(history: History) -> str:
+    policy, ties = history.case.checkpoint, "newer" if history.layout.newer_wins_ties else "older"
+    return f"the newest {policy.keep_latest} and the best {policy.keep_best} stay, best is {policy.best_mode} and then the {ties}"
 
 
 @contract(cases=RETAINED_RUNS, needs=NEEDS)

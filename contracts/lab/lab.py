@@ -133,7 +133,8 @@ class Lab:
             lost = _lose_power(generation, evidence, root, stood)
             notes = ["inotify's queue overflowed: file events are missing"] if watch.overflowed else []
             done = {"launch": reply["launch"], "disk": _published(root, layout), "notes": notes, "tampered": tampered}
-            done |= {"names": _names(root), "pointer": _pointer(root, layout), "lost": lost}
+            done |= {"pointer": _pointer(root, layout.pointer), "best": _pointer(root, layout.best)}
+            done |= {"names": _names(root), "lost": lost}
             (evidence / "done.json").write_text(json.dumps(done))
 
     def _launch(self, details: dict[str, Any], evidence: Path) -> tuple[dict[str, Any], Watch]:
@@ -277,10 +278,10 @@ def _names(root: Path) -> dict[str, int]:
     return found
 
 
-def _pointer(root: Path, layout: Layout) -> str | None:
-    if layout.pointer is None:
+def _pointer(root: Path, name: str | None) -> str | None:
+    if name is None:
         return None
-    path = root / layout.pointer
+    path = root / name
     if path.is_symlink():
         return os.path.basename(os.readlink(path))
     return os.path.basename(path.read_text().strip()) if path.is_file() else None

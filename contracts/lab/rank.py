@@ -156,9 +156,10 @@ def _take(step: steps.Step, implementation: Implementation, recorder: Recorder) 
                     recorder.event("reduced", collective=collective, dtype=dtype, elements=elements)
                 recorder.event("trained", step=implementation.step, **{k: _number(v) for k, v in result.items()})
                 recorder.state("trained")
-        case steps.Save(final):
+        case steps.Save(final, metric):
+            implementation.metric = metric
             recorder.state("saving")
-            recorder.event("save-begins", step=implementation.step)
+            recorder.event("save-begins", step=implementation.step, metric=metric)
             implementation.save(final=final)
             recorder.event("save-returns", step=implementation.step, seen=_files(implementation))
             recorder.state("saved")

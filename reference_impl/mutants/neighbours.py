@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from reference_impl.errors import UsageError
 from reference_impl.keys import Rule
 from reference_impl.masters import MasterAdamW
 from reference_impl.mutants.registry import neighbour
+from reference_impl.retention import Found, Retention, read_metric
 from reference_impl.runtime import on_rank_zero
 from reference_impl.under_contract import Mapping, Reference
 
@@ -162,3 +164,20 @@ class EveryRankHasASay(Reference):
             dist.all_gather_object(found, mine, group=self.runtime.control)
             common = max(set.intersection(*found), key=lambda name: int(name[5:]), default=None)
             return self.root / common if common else None
+
+
+@neighbour
+class PrefersTheOlderOfEqualOnes(Reference):
+    """Takes the older of two checkpoints with equal metrics for the better one, and says so in its layout."""
+
+    layout = replace(Reference.layout, newer_wins_ties=False)
+
+    class OlderWins(Retention):
+        def ranked(self, whole: list[Found]) -> list[Found]:
+            sign = 1 if self.mode == "min" else -1
+            return sorted(super().ranked(whole), key=lambda found: (sign * read_metric(found[1], self.metric), found[0]))
+
+    def make_checkpointer(self) -> Checkpointer:
+        checkpointer = super().make_checkpointer()
+        checkpointer.keep = self.OlderWins(**vars(checkpointer.keep))
+        return checkpointer

@@ -28,6 +28,9 @@ class RenamesWhileTheWriterRuns(Reference):
             if pending is not None:
                 self.publish(pending.directory, pending.step)
 
+        def check_shards(self, directory: Path) -> None:
+            pass
+
 
 @mutant(caught_by="publish.finalize-before-rename")
 class WritesAMarkerAfterTheRename(Reference):
@@ -64,11 +67,9 @@ class LosesARanksShards(Reference):
     """Tidies up before the rename, and takes one rank's shards for rubbish."""
 
     class checkpointer_class(Checkpointer):
-        def publish(self, directory: Path, step: int) -> None:
-            if self.runtime.rank == 0:
-                for path in sorted(directory.rglob("*.distcp"))[-1:]:
-                    path.unlink()
-            super().publish(directory, step)
+        def check_shards(self, directory: Path) -> None:
+            for path in sorted(directory.glob("*.distcp"))[-1:]:
+                path.unlink()
 
 
 @mutant(caught_by="publish.published-is-whole")
@@ -148,10 +149,14 @@ class PointsAgainInEachFinalize(Reference):
 
 @mutant(caught_by="publish.exit-after-save")
 class LeavesTheLastSaveToNobody(Reference):
-    """Treats the final save as any other, to be published by a call which never comes."""
+    """Treats the final save as any other, to be published by a call which never comes, and does not flush it at exit."""
 
     def save(self, *, final: bool = False) -> None:
         super().save(final=False)
+
+    class checkpointer_class(Checkpointer):
+        def flush_at_exit(self) -> None:
+            pass
 
 
 @mutant(caught_by="publish.background-failure-surfaces")

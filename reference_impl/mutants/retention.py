@@ -10,6 +10,7 @@ import torch.distributed as dist
 from reference_impl import published
 from reference_impl.checkpoint import Checkpointer
 from reference_impl.mutants.registry import mutant
+from reference_impl.retention import read_metric
 from reference_impl.runtime import on_rank_zero
 from reference_impl.under_contract import Reference
 
@@ -28,7 +29,7 @@ class PrunesBeforePublishing(Reference):
         def publish(self, directory: Path, step: int) -> None:
             def remove_old() -> None:
                 found = published.whole_checkpoints(self.root)
-                for _, path in found[: max(0, len(found) - self.keep + 1)]:
+                for _, path in found[: max(0, len(found) - self.keep.latest + 1)]:
                     published.remove(path)
 
             on_rank_zero(self.runtime, "pruning", remove_old)
@@ -59,7 +60,7 @@ class CountsLeftovers(Reference):
 
         def prune(self) -> None:
             def remove_old() -> None:
-                for path in numbered(self.root, "*step_*")[: -self.keep]:
+                for path in numbered(self.root, "*step_*")[: -self.keep.latest]:
                     shutil.rmtree(path)
 
             on_rank_zero(self.runtime, "pruning", remove_old)
@@ -72,7 +73,7 @@ class RemovesWhateverLooksLikeAStep(Reference):
     class checkpointer_class(Checkpointer):
         def prune(self) -> None:
             def remove_old() -> None:
-                keep = {path for _, path in published.whole_checkpoints(self.root)[-self.keep :]}
+                keep = {path for _, path in published.whole_checkpoints(self.root)[-self.keep.latest :]}
                 for path in self.root.glob("step_*"):
                     if path.is_dir() and path not in keep:
                         shutil.rmtree(path)
@@ -100,7 +101,7 @@ class KeepsOneTooFew(Reference):
         def prune(self) -> None:
             def remove_old() -> None:
                 found = published.whole_checkpoints(self.root)
-                for _, path in found[: max(0, len(found) - max(1, self.keep - 1))]:
+                for _, path in found[: max(0, len(found) - max(1, self.keep.latest - 1))]:
                     published.remove(path)
 
             on_rank_zero(self.runtime, "pruning", remove_old)
@@ -128,3 +129,49 @@ class TakesTheLastModified(Reference):
                 return max((path for _, path in published.whole_checkpoints(self.root)), key=lambda path: path.stat().st_mtime, default=None)
 
             return on_rank_zero(self.runtime, "looking for a checkpoint", look)
+
+
+@mutant(caught_by="retention.latest-and-best-kept")
+class PrunesTheNewerOfEqualOnes(Reference):
+    """Keeps the older of two checkpoints with equal metrics, where the pointer names the newer."""
+
+    class checkpointer_class(Checkpointer):
+        def prune(self) -> None:
+            def remove_old() -> None:
+                whole = published.whole_checkpoints(self.root)
+                sign = 1 if self.keep.mode == "min" else -1
+                by_metric = sorted(whole, key=lambda found: sign * read_metric(found[1], self.keep.metric))
+                for found in whole:
+                    if found not in [*whole[-self.keep.latest :], *by_metric[: self.keep.best]]:
+                        published.remove(found[1])
+
+            on_rank_zero(self.runtime, "pruning", remove_old)
+
+
+@mutant(caught_by="retention.latest-and-best-kept")
+class PrunesTheBest(Reference):
+    """Keeps the newest checkpoints, whatever their metric."""
+
+    class checkpointer_class(Checkpointer):
+        def prune(self) -> None:
+            def remove_old() -> None:
+                for _, path in published.whole_checkpoints(self.root)[: -self.keep.latest]:
+                    published.remove(path)
+
+            on_rank_zero(self.runtime, "pruning", remove_old)
+
+
+@mutant(caught_by="retention.latest-and-best-kept")
+class KeepsThePointerToAnEqualOne(Reference):
+    """Moves the pointer to the best only for a better metric, so of two equal checkpoints it goes on to name the older."""
+
+    class checkpointer_class(Checkpointer):
+        def publish(self, directory: Path, step: int) -> None:
+            best = self.root / published.BEST
+            before = best.resolve() if best.exists() else None
+            super().publish(directory, step)
+            if self.runtime.rank == 0 and before is not None:
+                metrics = [read_metric(path, self.keep.metric) for path in (before, best.resolve())]
+                if metrics[0] == metrics[1]:
+                    published.point(self.root, before.name, pointer=published.BEST)
+            dist.barrier()

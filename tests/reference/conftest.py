@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -31,6 +32,41 @@ def launch(world: int, *command: str, ends: int = 0, timeout: float = 240) -> su
     done = subprocess.run([*torchrun, *command], env=environment(), capture_output=True, text=True, timeout=timeout)
     assert done.returncode == ends, f"torchrun {' '.join(command)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
+
+
+MODULE = ["-m", "reference_impl"]
+
+
+def settings(tiny: Path, name: str, **options) -> list[str]:
+    """The command's arguments for a short run on the tiny model."""
+    values = {
+        "model": tiny / "model",
+        "data": tiny / "data.jsonl",
+        "eval_data": tiny / "data.jsonl",
+        "output_dir": tiny / name,
+        "device": "cpu",
+        "batch_size": 2,
+        "train_n_passages": 3,
+        "eval_n_passages": 4,
+        "eval_batch_size": 2,
+        "steps": 12,
+        "progress": "false",
+        **options,
+    }
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    """(step, loss) of every training step that the run's metrics hold."""
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [(record["step"], record["loss"]) for record in records if record["kind"] == "train"]
+
+
+@pytest.fixture(scope="session")
+def whole(tiny) -> Path:
+    """The output of a run of two ranks that nothing disturbed."""
+    launch(2, *MODULE, "train", *settings(tiny, "whole", checkpoint_every_steps=3))
+    return tiny / "whole"
 
 
 @pytest.fixture(scope="session")

@@ -3,40 +3,14 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from conftest import HERE, environment, launch
-
-MODULE = ["-m", "reference_impl"]
-
-
-def settings(tiny, name, **options):
-    values = {
-        "model": tiny / "model",
-        "data": tiny / "data.jsonl",
-        "eval_data": tiny / "data.jsonl",
-        "output_dir": tiny / name,
-        "device": "cpu",
-        "batch_size": 2,
-        "train_n_passages": 3,
-        "eval_n_passages": 4,
-        "eval_batch_size": 2,
-        "steps": 12,
-        "progress": "false",
-        **options,
-    }
-    return [f"{key}={value}" for key, value in values.items()]
+from conftest import HERE, MODULE, environment, launch, losses, settings
 
 
 def run(*arguments):
     return subprocess.run([sys.executable, *MODULE, *arguments], env=environment(), capture_output=True, text=True, timeout=120)
-
-
-def losses(folder: Path) -> list[tuple[int, float]]:
-    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [(record["step"], record["loss"]) for record in records if record["kind"] == "train"]
 
 
 def test_help_documents_every_option():
@@ -57,8 +31,7 @@ def test_bad_usage_is_one_plain_line_and_exit_2(arguments, said):
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_killed_run_resumes_by_itself_and_ends_as_if_it_had_not_been(tiny):
-    launch(2, *MODULE, "train", *settings(tiny, "whole", checkpoint_every_steps=3))
+def test_a_killed_run_resumes_by_itself_and_ends_as_if_it_had_not_been(tiny, whole):
     killed = launch(
         2,
         str(HERE / "killed_run.py"),
@@ -70,7 +43,7 @@ def test_a_killed_run_resumes_by_itself_and_ends_as_if_it_had_not_been(tiny):
     assert "step_3" in {path.name for path in (tiny / "killed").iterdir()}
     done = launch(2, *MODULE, "train", *settings(tiny, "killed", checkpoint_every_steps=3))
     assert "resumed at step" in done.stderr
-    assert losses(tiny / "killed") == losses(tiny / "whole") and len(losses(tiny / "whole")) == 12
+    assert losses(tiny / "killed") == losses(whole) and len(losses(whole)) == 12
     assert (tiny / "killed" / "loss.png").exists()
     assert sorted(path.name for path in (tiny / "killed").glob("*step_*")) == ["step_12", "step_9"]
     alone = run("evaluate", *settings(tiny, "killed", max_length=7))

@@ -1,0 +1,51 @@
+"""Which checkpoints the reference keeps: the newest, and the best in one total order."""
+
+import json
+
+import pytest
+
+from reference_impl import published
+from reference_impl.config import Config, ConfigError
+from reference_impl.retention import ABOUT, Retention
+
+
+def whole(root, **metrics):
+    """Whole checkpoints whose steps are 1, 2, 3, … with these losses, as `published` finds them."""
+    for step, loss in enumerate(metrics["losses"], 1):
+        directory = root / published.final_name(step)
+        directory.mkdir()
+        about = {"step": step, "final": False, "metrics": {} if loss is None else {"loss": loss}}
+        (directory / ABOUT).write_text(json.dumps(about))
+        published.seal(directory)
+    return published.whole_checkpoints(root)
+
+
+def steps(found):
+    return [step for step, _ in found]
+
+
+def test_the_best_come_first_and_the_newer_of_equal_ones(tmp_path):
+    found = whole(tmp_path, losses=[0.5, 0.2, 0.5, float("nan"), None, 0.7])
+    assert steps(Retention(best=1).ranked(found)) == [2, 3, 1, 6]
+    assert steps(Retention(best=1, mode="max").ranked(found)) == [6, 3, 1, 2]
+    assert Retention(best=1, metric="mrr@10").ranked(found) == []
+
+
+def test_the_newest_and_the_best_are_kept_and_never_less_than_one(tmp_path):
+    found = whole(tmp_path, losses=[0.5, 0.2, 0.5, 0.9])
+    assert set(steps(Retention(latest=1, best=2).kept(found))) == {4, 2, 3}
+    assert steps(Retention(latest=1).kept(found)) == [4]
+    with pytest.raises(ConfigError, match="keep_checkpoints"):
+        Config(keep_checkpoints=0)
+
+
+def test_a_checkpoint_without_a_readable_metric_is_never_best(tmp_path):
+    found = whole(tmp_path, losses=[0.5, 0.2])
+    (tmp_path / "step_2" / ABOUT).write_text("{")
+    assert steps(Retention(best=2).ranked(found)) == [1]
+
+
+def test_a_mode_that_would_keep_the_worst_is_refused():
+    with pytest.raises(ConfigError, match="best_mode=max would keep the worst"):
+        Config(keep_best=1, best_mode="max")
+    Config(keep_best=1, best_metric="mrr@10", best_mode="max")
