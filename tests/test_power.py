@@ -151,8 +151,11 @@ def test_what_could_not_be_done_changes_nothing(root):
     failed = [
         do("mkdir", "step_1"), do("rmdir", "step_1"), do("remove", "nowhere"), do("rename", "nowhere", "b"), write("no/where"),
         write("b", exclusive=True), do("rename", "b", "step_1"), fsync("."),
+        do("remove", "empty"), do("rename", "b", "empty"), do("rmdir", "b"), fsync("."),
     ]  # fmt: skip
-    assert lose(root, *failed, standing=["b", "step_1/", "step_1/a"])[0] == {"b": "bytes", "step_1": "/", "step_1/a": "bytes"}
+    (root / "empty").mkdir()
+    left, _ = lose(root, *failed, standing=["b", "empty/", "step_1/", "step_1/a"])
+    assert left == {"b": "bytes", "empty": "/", "step_1": "/", "step_1/a": "bytes"}
 
 
 def test_what_a_process_was_about_to_do_when_it_was_killed_did_not_happen(root):

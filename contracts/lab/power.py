@@ -20,7 +20,7 @@ import contextlib
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ class Disk:
                 parent.names[name] = Node({} if operation == "mkdir" else None, safe=math.inf)
             case "link" if there is None and len(paths) == 2 and (source := self.find(paths[0])) is not None:
                 parent.names[name] = source
-            case "remove" | "rmdir" if there is not None and not there.names:
+            case "remove" | "rmdir" if there is not None and there.names == ({} if operation == "rmdir" else None):
                 there.kept = event.get("kept", there.kept)
                 del parent.names[name]
             case "rename":
@@ -132,9 +132,11 @@ class Disk:
             return
         old, before = self._parent(event["paths"][0])
         moved = old.names.get(before) if old is not None else None
-        if moved is None or moved is there or (there is not None and there.names):
+        if moved is None or moved is there:
             return
         if there is not None:
+            if there.names or (there.names is None) != (moved.names is None):
+                return
             there.kept = event.get("kept", there.kept)
         del old.names[before]
         parent.names[name] = moved
@@ -219,7 +221,7 @@ def _rebuild(root: Path, wanted: dict[str, Node], places: dict[Node, Path], kept
     new.rename(root)
 
 
-def _walk(node: Node, names: Any, prefix: str = "") -> Iterator[tuple[str, Node]]:
+def _walk(node: Node, names: Callable[[Node], dict[str, Node]], prefix: str = "") -> Iterator[tuple[str, Node]]:
     for name, below in names(node).items():
         path = os.path.join(prefix, name)
         yield path, below
