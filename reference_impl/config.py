@@ -71,6 +71,11 @@ class Config:
     beta1: float = option(0.9, "AdamW")
     beta2: float = option(0.999, "AdamW")
     epsilon: float = option(1e-8, "AdamW")
+    optimizer: str = option(
+        "adamw",
+        "torch's AdamW, or another package's where it is installed",
+        choices=("adamw", "flashoptim", "torchao_adamw8bit", "te_fused_adam"),
+    )
     amsgrad: bool = option(False, "AdamW: divide by the largest second moment so far, and keep it")
     max_grad_norm: float = option(1.0, "clip the global gradient norm to this; 0 only measures it")
 

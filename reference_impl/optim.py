@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from reference_impl.config import Config
 from reference_impl.masters import MasterAdamW
+from reference_impl.optional_optimizers import build_optional
 
 
 def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
@@ -19,17 +20,21 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     Frozen parameters are in them too, and have no state as they get no gradient: what is frozen may change between a save
     and a resume, and the groups do not.
 
-    Fused over the parameters themselves, or :class:`~reference_impl.masters.MasterAdamW` where masters are declared.
+    Fused over the parameters themselves, or :class:`~reference_impl.masters.MasterAdamW` where masters are declared; or what
+    ``config.optimizer`` names, see :mod:`reference_impl.optional_optimizers`.
     """
     parameters = list(model.parameters())
+    sharded = [p for p in parameters if isinstance(p, DTensor)]
     groups = [
-        {"params": [p for p in parameters if (p.ndim >= 2) == decays and isinstance(p, DTensor) == sharded], "weight_decay": decay}
-        for sharded in (True, False)
-        for decays, decay in ((True, config.weight_decay), (False, 0.0))
+        {"params": [p for p in its if (p.ndim >= 2) == decays], "weight_decay": config.weight_decay if decays else 0.0}
+        for its in (sharded, [p for p in parameters if not isinstance(p, DTensor)])
+        for decays in (True, False)
     ]
     groups = [group for group in groups if group["params"]]
     betas = (config.beta1, config.beta2)
     shared = {"lr": config.learning_rate, "betas": betas, "eps": config.epsilon, "amsgrad": config.amsgrad}
+    if config.optimizer != "adamw":
+        return build_optional(groups, shared, config, parameters[0].device)
     if config.masters != "none":
         return MasterAdamW(groups, **shared)
     # The fused kernel would take a scaler's flag together with shards, which it cannot.

@@ -18,7 +18,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from reference_impl.errors import UsageError
 
@@ -41,15 +40,18 @@ class StateMismatch(UsageError):
 
 def model_tensors(model: nn.Module) -> Tensors:
     """``model.<fqn>`` to the live tensors (DTensors where sharded) of parameters and persistent buffers."""
-    return {f"model.{name}": tensor for name, tensor in get_model_state_dict(model).items()}
+    # DCP's get_model_state_dict leaves `_orig_mod.` in where activation checkpointing is wrapped around a compiled block.
+    return {f"model.{unwrapped(name)}": tensor for name, tensor in model.state_dict().items()}
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
     """``optimizer.state.<fqn>.<name>`` to the live state tensors; empty for an optimizer that has never stepped."""
     names = parameter_names(model)
+    # What an optimizer holds may be no tensor, and what its state dict shows is one.
+    numbered = dict(enumerate(names[parameter] for group in optimizer.param_groups for parameter in group["params"]))
     return {
-        f"optimizer.state.{names[parameter]}.{key}": value
-        for parameter, state in optimizer.state.items()
+        f"optimizer.state.{numbered[number]}.{key}": value
+        for number, state in optimizer.state_dict()["state"].items()
         for key, value in state.items()
     }
 
@@ -96,7 +98,13 @@ def load_model_tensors(model: nn.Module, directory: Path, *, dtype: torch.dtype,
         targets[name] = torch.empty_like(tensor, dtype=entry.properties.dtype, requires_grad=False)
     dcp.load(targets, checkpoint_id=directory, process_group=group)
     loaded = {name.removeprefix("model."): tensor for name, tensor in targets.items()}
-    set_model_state_dict(model, loaded, options=StateDictOptions(strict=True))
+    give_model_tensors(model, loaded)
+
+
+def give_model_tensors(model: nn.Module, tensors: Tensors, *, strict: bool = True) -> None:
+    """Copy tensors, by their names without wrapper prefixes, into the live ones; ``strict`` allows none to be missing."""
+    own = {unwrapped(name): name for name in model.state_dict()}
+    model.load_state_dict({own[name]: tensor for name, tensor in tensors.items()}, strict=strict)
 
 
 def load_optimizer_tensors(
@@ -126,11 +134,12 @@ def load_optimizer_tensors(
     saved = _entries(directory, "optimizer.state.")
     refuse_other_moments(directory, saved, moment_dtype)
     targets: Tensors = {}
+    present = {name: tensor for name, tensor in optimizer_tensors(model, optimizer).items() if _own_class(tensor)}
     for name, entry in saved.items():
         fqn = name.removeprefix("optimizer.state.").rpartition(".")[0]
         if fqn not in by_name:
             raise StateMismatch(f"{directory}: {name} belongs to no parameter of this model")
-        targets[name] = _like(by_name[fqn], entry)
+        targets[name] = present[name] if name in present else _like(by_name[fqn], entry)
     dcp.load(targets, checkpoint_id=directory, process_group=group)
     optimizer.load_state_dict(numbered(targets, groups, optimizer))
 
@@ -178,6 +187,8 @@ def numbered(targets: Tensors, groups: list[dict[str, Any]], optimizer: torch.op
     for group, live in zip(groups, optimizer.param_groups, strict=True):
         # JSON has no tuples; betas come back as the list it made of them.
         values = {key: tuple(value) if isinstance(live.get(key), tuple) else value for key, value in group.items()}
+        if isinstance(live["lr"], torch.Tensor):
+            values["lr"] = torch.full_like(live["lr"], values["lr"])
         numbered.append({**values, "params": [number[name] for name in group["params"]]})
     return {"state": state, "param_groups": numbered}
 
@@ -187,6 +198,11 @@ def _like(parameter: torch.Tensor, entry: TensorStorageMetadata) -> torch.Tensor
     if entry.size == parameter.shape:
         return torch.empty_like(parameter, dtype=entry.properties.dtype, requires_grad=False)
     return torch.empty(entry.size, dtype=entry.properties.dtype, device=parameter.device)
+
+
+def _own_class(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a class that only its optimizer can make, as quantized moments are; it is loaded in place."""
+    return type(getattr(tensor, "_local_tensor", tensor)) not in (torch.Tensor, nn.Parameter)
 
 
 def _entries(directory: Path, prefix: str) -> dict[str, TensorStorageMetadata]:

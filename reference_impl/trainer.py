@@ -32,6 +32,7 @@ from reference_impl.config import Config, ConfigError
 from reference_impl.data import load_split
 from reference_impl.loss import listwise_loss
 from reference_impl.optim import build_optimizer, build_scheduler
+from reference_impl.optional_optimizers import make_room
 from reference_impl.retention import ABOUT, Retention
 from reference_impl.rng import capture_streams, restore_streams, seed_streams
 from reference_impl.scaler import ShardedScaler
@@ -145,7 +146,7 @@ class Trainer:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         grad_norm = self.clip_gradients()
-        rate = self.scheduler.get_last_lr()[0]
+        rate = float(self.scheduler.get_last_lr()[0])
         if self.scaler is None:
             self.optimizer.step()
         else:
@@ -270,6 +271,8 @@ class Trainer:
         models.cast_parameters(self.model, self.parameter_dtype)
 
     def load_optimizer(self, path: Path) -> None:
+        if self.config.optimizer == "torchao_adamw8bit":
+            make_room(self.optimizer)
         state.load_optimizer_tensors(
             self.model,
             self.optimizer,
@@ -284,8 +287,9 @@ class Trainer:
 
     def load_scaler(self, path: Path) -> None:
         saved = read_progress(path).get("scaler")
-        if (saved is None) != (self.scaler is None):
-            raise ConfigError(f"{path} was saved with gradient_scaler={saved is not None}, this run says {self.scaler is not None}")
+        there, here = saved is not None, self.scaler is not None
+        if there != here:
+            raise ConfigError(f"{path} was saved with gradient_scaler={there}, this run says gradient_scaler={here}")
         if self.scaler is not None:
             self.scaler.load_state_dict(saved)
 
@@ -329,4 +333,5 @@ def read_progress(path: Path) -> dict[str, Any]:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1))
+    # A rate may be a tensor, where a compiled optimizer reads it.
+    path.write_text(json.dumps(value, indent=1, default=lambda tensor: tensor.item()))

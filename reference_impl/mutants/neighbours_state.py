@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -138,7 +137,7 @@ class OwnFormat(Reference):
 
     def load_model(self, path: Path) -> None:
         loaded = {name.removeprefix("model."): tensor for name, tensor in self.read(path / SHARDS, "model.").items()}
-        set_model_state_dict(self.model, loaded, options=StateDictOptions(strict=False))
+        state.give_model_tensors(self.model, loaded, strict=False)  # What shares its storage may be there once.
 
     def load_optimizer(self, path: Path) -> None:
         loaded = self.read(path / SHARDS, "optimizer.state.")

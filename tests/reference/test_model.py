@@ -8,15 +8,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import environment
+from reference_impl import state
 from reference_impl.batches import Tokenization
 from reference_impl.config import Config, ConfigError
 from reference_impl.keys import KeyMappingError
 from reference_impl.model import (
     blocks_of,
     cast_parameters,
+    compile_blocks,
     empty_model,
+    kept_whole,
     load_pretrained,
     load_tokenizer,
+    recompute_activations,
     resolve_model,
 )
 
@@ -118,3 +122,30 @@ def test_minilm_arrives_whole():
     ]
     for name, parameter in AutoModel.from_pretrained(directory).named_parameters():
         assert torch.equal(model.get_parameter(f"bert.{name}"), parameter), name
+
+
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_wrappers_in_any_nesting_reach_no_saved_name(tiny, compiled_first):
+    model, bare = loaded(tiny / "model")[0], loaded(tiny / "model", seed=1)[0]
+    if compiled_first:
+        compile_blocks(model, "eager")
+    recompute_activations(model)
+    if not compiled_first:
+        compile_blocks(model, "eager")
+    saved = state.model_tensors(model)
+    assert saved.keys() == {f"model.{name}" for name in bare.state_dict()}
+    assert set(state.parameter_names(model).values()) == {name for name, _ in bare.named_parameters()}
+    state.give_model_tensors(model, {name.removeprefix("model."): torch.full_like(t, 2.0) for name, t in saved.items()})
+    assert all(bool((parameter == 2.0).all()) for parameter in model.parameters())
+
+
+def test_what_fsdp_cannot_shard_must_be_kept_whole(tiny):
+    model, _ = loaded(tiny / "model")
+    assert kept_whole(model, "") == set()
+    assert kept_whole(model, r"norm\.weight$") and all(p.ndim == 1 for p in kept_whole(model, r"norm\.weight$"))
+    model.gain = torch.nn.Parameter(torch.tensor(1.0))
+    assert kept_whole(model, "^gain$") == {model.gain}
+    with pytest.raises(ConfigError, match="gain has no dimension that FSDP could shard; name it in ignored_params"):
+        kept_whole(model, "")
+    with pytest.raises(ConfigError, match=r"ignored_params='nothing' is found in 0 of"):
+        kept_whole(model, "nothing")
