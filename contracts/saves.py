@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 from contracts.case import Checkpoint, Kill, PowerLoss
 from contracts.checkpoint_dir import CheckpointDirectory
 from contracts.history import Event, GenerationHistory, History
 from contracts.implementation import Layout
+from contracts.lab.tamper import LITTER
 
 
 def publishes(event: Event, layout: Layout) -> bool:
@@ -30,9 +32,9 @@ def whole_steps(generation: GenerationHistory, layout: Layout, like: CheckpointD
     """Steps of the checkpoints that stand whole at the end of a generation, in order.
 
     Whole is what our own reader finds no fault with; and where `like` is given, a whole checkpoint of the same run, what
-    has every file that it has.
+    has every file that it has, but for litter that got into it.
     """
-    wanted = set(like.files) if like else set()
+    wanted = {path for path in like.files if os.path.basename(path) != LITTER} if like else set()
     return sorted(
         step_of(name, layout)
         for name, found in generation.disk.items()

@@ -142,8 +142,9 @@ def test_a_resume_that_hangs_after_a_crash_is_broken():
 
 def test_a_leftover_in_a_checkpoint_is_broken():
     mixed = CheckpointDirectory({"left-over.bin": 9, **stored().files}, stored().tensors)
-    history = Crashed(after={"step_2": mixed}).history()
+    history = Crashed(after={"step_1": stored(), "step_2": mixed}).history()
     assert_broken(judge("crash.stale-leftovers", history), "step_2 holds left-over.bin, left in tmp_step_2")
+    assert_kept(judge("crash.every-crash-point", history))  # the checkpoint before it has no litter, and is whole all the same
 
 
 def test_a_leftover_that_blocks_the_next_save_is_broken():
