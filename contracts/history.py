@@ -286,6 +286,15 @@ def first_difference(expected: Mapping[Any, torch.Tensor], seen: Mapping[Any, to
     return f"{name} element {index} is {b.view(-1)[index].item()!r}, expected {a.view(-1)[index].item()!r}{count}"
 
 
+def without_room(tensors: Mapping[Any, torch.Tensor], beside: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
+    """`tensors` without those of zeros that `beside` has not got.
+
+    Moments and step counts that are there and zero are what an optimizer makes just before a parameter's first update. To
+    have made that room early, as long as nothing else differs, is to have done nothing yet.
+    """
+    return {name: tensor for name, tensor in tensors.items() if name in beside or bool((tensor != 0).any())}
+
+
 def _load_generation(directory: Path, number: int, generation: Generation) -> GenerationHistory:
     where = directory / f"generation-{number}"
     done = json.loads((where / "done.json").read_text())

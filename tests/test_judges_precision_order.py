@@ -449,6 +449,17 @@ def test_a_moment_that_a_save_makes_breaks_saving_is_a_pure_read():
     assert_broken(judge(PURE, run.history()), f"rank 0, after the save of step 1: step of {NORM} is unexpected")
 
 
+def test_room_for_moments_that_a_save_makes_keeps_saving_is_a_pure_read():
+    run = SavedAndNot()
+    for before, after in zip(run.saving, run.saved, strict=True):
+        for name, key in [key for key in before.moments if key[0] == NORM]:
+            del before.moments[name, key]
+            after.moments[name, key] = dataclasses.replace(
+                after.moments[name, key], local=torch.zeros_like(after.moments[name, key].local)
+            )
+    assert_kept(judge(PURE, run.history()))
+
+
 def test_a_gradient_that_a_save_drops_breaks_saving_is_a_pure_read():
     run = SavedAndNot()
     for state in run.saved:

@@ -387,6 +387,13 @@ def test_state_that_was_invented_breaks_frozen_and_unused():
     assert_broken(judge("resume.frozen-and-unused", partly(resumed)), f"state at step 1: exp_avg of {NORM} is unexpected")
 
 
+def test_room_that_the_save_made_for_what_is_frozen_keeps_frozen_and_unused():
+    history = partly()
+    for state in history.generations[0].snapshot("trained", 2).ranks:
+        state.moments[NORM, "exp_avg"] = piece(torch.zeros(3), state.rank, 2)
+    assert_kept(judge("resume.frozen-and-unused", history))
+
+
 def test_a_frozen_parameter_that_moves_breaks_frozen_and_unused():
     assert_broken(
         judge("resume.frozen-and-unused", partly(after=states("trained", 2, 2))),

@@ -56,6 +56,7 @@ ALSO_NEAR = {
     "KeepsStreamsInFiles": ("resume.random-*", "order.loading-leaves-random-*", "reshard.new-*"),
     "LoadsThroughDCPsStateDict": ("order.fresh-*", "order.pending-*"),
     "MakesItsScalerAnew": ("order.loading-leaves-small-*",),
+    "MakesStateInItsFirstSave": ("order.saving-*",),
     "MakesStateWhenItIsBuilt": ("order.saving-*", "resume.fresh-*", "resume.frozen-*", "precision.declared-*"),
     "NamesStateItsOwnWay": (
         *("precision.moments-*", "precision.small-*", "precision.masters-*", "precision.no-stale-*", "precision.step-*"),

@@ -96,14 +96,29 @@ class MakesStateWhenItIsBuilt(Reference):
 
     def build_optimizer(self) -> torch.optim.Optimizer:
         optimizer = super().build_optimizer()
-        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
-            if isinstance(optimizer, MasterAdamW):
-                optimizer.state[parameter] = optimizer.first_state(parameter, amsgrad=self.config.amsgrad)
-            else:
-                moments = ("exp_avg", "exp_avg_sq", *("max_exp_avg_sq",) * self.config.amsgrad)
-                zeros = {key: torch.zeros_like(parameter, requires_grad=False) for key in moments}
-                optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32), **zeros}
+        _make_state(optimizer, self.config.amsgrad)
         return optimizer
+
+
+@neighbour
+class MakesStateInItsFirstSave(Reference):
+    """Gives every parameter moments of zero in a save that comes before the first step, to read what is always there."""
+
+    def checkpoint_tensors(self) -> dict[str, torch.Tensor]:
+        if self.step == 0 and not isinstance(self.optimizer, MasterAdamW):
+            _make_state(self.optimizer, self.config.amsgrad)
+        return super().checkpoint_tensors()
+
+
+def _make_state(optimizer: torch.optim.Optimizer, amsgrad: bool) -> None:
+    """What the first step would make, before it has a gradient to use it with."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+        if isinstance(optimizer, MasterAdamW):
+            optimizer.state[parameter] = optimizer.first_state(parameter, amsgrad=amsgrad)
+        else:
+            moments = ("exp_avg", "exp_avg_sq", *("max_exp_avg_sq",) * amsgrad)
+            zeros = {key: torch.zeros_like(parameter, requires_grad=False) for key in moments}
+            optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32), **zeros}
 
 
 @neighbour
