@@ -56,6 +56,8 @@ class TorchDCP(CheckpointerOnly):
             kind = dcp.state_dict_saver.AsyncCheckpointerType(self.case.checkpoint.mode)
             future = dcp.async_save(state, checkpoint_id=temporary, process_group=self.group, async_checkpointer_type=kind)
             self.in_flight = temporary, future
+            if final:
+                self.finalize()  # no later call would ask the future
 
     def finalize(self) -> None:
         if self.in_flight is not None:
