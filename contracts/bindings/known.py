@@ -57,6 +57,8 @@ KNOWN_FAILURES: dict[str, dict[str, str]] = {
     "nemo_automodel": {
         "reshard.values-across-worlds": "0.7.0: each rank loads a random state of its own, and a new rank has none"
         " (tests/confirmed/nemo_cannot_resume_on_more_ranks.py)",
+        "resume.frozen-and-unused": "0.7.0: a save makes zero moments where there are none, and a resume brings them back"
+        " (tests/confirmed/nemo_makes_state_for_unused_parameters.py)",
         "resume.param-groups": "0.7.0: an optimizer with an empty group is saved, and cannot be loaded"
         " (tests/confirmed/nemo_cannot_load_an_empty_group.py)",
         "writers.failure-reaches-everyone": "0.7.0: a rank that cannot write its random state tells no other"

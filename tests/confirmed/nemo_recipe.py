@@ -1,4 +1,4 @@
-"""A model of two layers under FSDP2 and nemo-automodel's recipe for its checkpoints, on a few ranks; the scripts beside this use it.
+"""A model of two layers under FSDP2, and nemo-automodel's recipe for its checkpoints; the scripts beside this use it.
 
 The environment is the one that `make env-nemo_automodel` makes: .venvs/nemo_automodel/bin/python tests/confirmed/nemo_….py
 """
@@ -15,12 +15,15 @@ from nemo_automodel.recipes.base_recipe import BaseRecipe
 from torch.distributed.fsdp import fully_shard
 
 
-def recipe(directory, *more_groups) -> BaseRecipe:
+def recipe(directory, *more_groups, unused=False) -> BaseRecipe:
     """A recipe that has taken one step, with the attributes that the stack's own recipes give theirs."""
     made = BaseRecipe()
     made.cfg = ConfigNode({"seed": 42})
     made.rng = StatefulRNG(seed=42, ranked=True)
-    model = fully_shard(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    if unused:
+        model.register_parameter("unused", torch.nn.Parameter(torch.ones(4)))
+    model = fully_shard(model)
     made.model_parts, made.peft_config = [model], None
     made.optimizer = [torch.optim.AdamW([{"params": list(model.parameters())}, *more_groups], lr=0.1)]
     made.checkpointer = CheckpointingConfig(checkpoint_dir=str(directory)).build(dp_rank=dist.get_rank(), tp_rank=0, pp_rank=0)
