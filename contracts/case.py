@@ -262,13 +262,14 @@ class Tamper:
     """Change the run's directory before this generation's ranks start.
 
     The first four are done to the `file`-th file (in alphabetical order, counted around) of the newest published
-    checkpoint: cut it in half, empty it, remove it, or flip one bit in its middle.
+    checkpoint, of all its files or those in whose path the regular expression `at` is found: cut it in half, empty it, remove it, or flip one bit in its middle.
     "foreign" adds names that resemble a checkpoint's and are none, some of them of a higher step; "older-touched" makes the
     newest checkpoint the one that was modified first; "litter" leaves a file in every directory that is not published.
     """
 
     how: Literal["truncate", "empty", "remove", "flip", "foreign", "older-touched", "litter"]
     file: int = 0
+    at: str = ""
 
 
 Fault = Hold | Kill | PowerLoss | Blind | Fail | Tamper
@@ -427,7 +428,8 @@ def _phrase(item: Step | Fault) -> str:
         case Fail():
             return f"{item.error} on rank {item.rank} from open {item.event} of save {item.save} on, at {item.at or 'any path'}"
         case Tamper():
-            return f"before: {item.how}" + (f" file {item.file}" if item.how in ("truncate", "empty", "remove", "flip") else "")
+            which = f" file {item.file}" + (f" at {item.at}" if item.at else "")
+            return f"before: {item.how}" + (which if item.how in ("truncate", "empty", "remove", "flip") else "")
         case Retune():
             return "retune the groups"
         case MapNames(source):

@@ -588,13 +588,13 @@ def _powerless(ranks: int, scope: Scope) -> Sequence[SearchStrategy[Case]]:
 
 def _damaged(ranks: int, scope: Scope) -> Sequence[SearchStrategy[Case]]:
     @st.composite
-    def draw_case(draw: st.DrawFn, how: str) -> Case:
+    def draw_case(draw: st.DrawFn, how: str, at: str = "") -> Case:
         first = Generation(ranks=ranks, steps=(Train(1), Save(), Finalize(), Train(1), Save(), Finalize()))
-        damage = Tamper(how=how, file=draw(st.integers(0, 11)))
+        damage = Tamper(how=how, file=draw(st.integers(0, 11)), at=at)
         again = Generation(ranks=ranks, steps=(Resume(refused=True),), faults=(damage,), seed=1)
         return Case(generations=(first, again), model=SMALLEST, seed=draw(st.integers(0, 99)))
 
-    return [draw_case(how) for how in ("flip", "truncate", "remove", "empty")]
+    return [draw_case("flip"), draw_case("truncate", SHARDS), draw_case("remove"), draw_case("empty")]
 
 
 def _failed(ranks: int, scope: Scope) -> Sequence[SearchStrategy[Case]]:

@@ -200,11 +200,15 @@ class Checkpointer:
             published.seal(directory)
             os.rename(directory, final)
             published.flush(self.root)
-            published.point(self.root, final.name)
+            self.point(final.name, published.POINTER)
             if self.keep.best and (found := self.keep.ranked(published.whole_checkpoints(self.root))):
-                published.point(self.root, found[0][1].name, pointer=published.BEST)
+                self.point(found[0][1].name, published.BEST)
 
         on_rank_zero(self.runtime, f"publishing step {step}", rename)
+
+    def point(self, name: str, pointer: str) -> None:
+        """Rank 0 has ``pointer`` name a published checkpoint."""
+        published.point(self.root, name, pointer=pointer)
 
     def check_shards(self, directory: Path) -> None:
         """Raise ``OSError`` unless every file is there that DCP says it has written: somebody may have removed one since."""
@@ -214,15 +218,14 @@ class Checkpointer:
 
     def prune(self) -> None:
         """Rank 0 removes the whole checkpoints that ``keep`` does not name; what is not whole neither counts nor goes."""
+        on_rank_zero(self.runtime, "removing old checkpoints", self.remove_old)
 
-        def remove_old() -> None:
-            whole = published.whole_checkpoints(self.root)
-            kept = self.keep.kept(whole)
-            for found in whole:
-                if found not in kept:
-                    published.remove(found[1])
-
-        on_rank_zero(self.runtime, "removing old checkpoints", remove_old)
+    def remove_old(self) -> None:
+        whole = published.whole_checkpoints(self.root)
+        kept = self.keep.kept(whole)
+        for found in whole:
+            if found not in kept:
+                published.remove(found[1])
 
     def discard(self, directory: Path) -> None:
         """Rank 0 removes what a failed save left, so that a full disk is not filled further."""

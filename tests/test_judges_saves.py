@@ -238,6 +238,21 @@ def test_a_damaged_checkpoint_that_is_loaded_is_broken(name, how):
     assert_broken(judgement, "step_2/__1_0.distcp was", "rank 0 resumed at step 2, expected 1 or an error")
 
 
+@pytest.mark.parametrize("how", ["truncate", "empty", "remove"])
+def test_a_torn_companion_that_a_resume_does_not_need_may_be_left_to_its_readers(how):
+    def history(path: str, values: int = 2) -> History:
+        made = damaged(how, *on_every_rank("resume-returns", step=2))
+        made.layout = Layout(companions=("tokenizer.json",))
+        made.generations[0].states = states("saving", 2)
+        made.generations[1].states = states("resumed", 2, seed=values)
+        made.generations[1].tampered[0]["paths"] = [path]
+        return made
+
+    assert_kept(judge("crash.torn-file", history("step_2/tokenizer/tokenizer.json")))
+    assert_broken(judge("crash.torn-file", history("step_2/trainer.json")), "rank 0 resumed at step 2, expected 1 or an error")
+    assert_broken(judge("crash.torn-file", history("step_2/tokenizer/tokenizer.json", values=7)), "rank 0 resumed at step 2")
+
+
 @pytest.mark.parametrize(("name", "how"), DAMAGES)
 def test_a_refusal_that_does_not_name_the_file_is_broken(name, how):
     judgement = judge(name, damaged(how, *on_every_rank("resume-refused", error="EOFError: Ran out of input")))
@@ -474,6 +489,13 @@ def test_a_save_that_waits_for_its_writer_is_broken():
     shard, returns = attempt("open", "tmp_step_1/__0_0.distcp"), Event("save-returns", 0, {"step": 1})
     assert_kept(judge("publish.save-returns-early", held(returns, *trained(2), shard)))
     assert_broken(judge("publish.save-returns-early", held(shard, returns)), "returned on rank 0 only after tmp_step_1/__0_0.distcp")
+
+
+def test_a_shard_that_is_opened_in_save_and_closed_behind_training_is_early_enough():
+    opened = Event("attempt", 0, {"operation": "open", "paths": ["tmp_step_1/__0_0.distcp"], "main": True})
+    returns, closed = Event("save-returns", 0, {"step": 1}), file("closed", "tmp_step_1/__0_0.distcp")
+    assert_kept(judge("publish.save-returns-early", held(opened, returns, *trained(2), closed)))
+    assert_not_applicable(judge("publish.save-returns-early", held(opened, closed, returns)))
 
 
 # --- writers ----------------------------------------------------------------------------------------------------------

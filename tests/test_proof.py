@@ -70,6 +70,15 @@ ALSO_NEAR = {
     "RefusesInItsOwnWords": ("precision.no-silent-*",),
     "StoresPlainShards": ("reshard.shards-*", "reshard.values-*", "reshard.mesh-*", "resume.tied-*"),
     "TakesSlicesFromTheEnd": ("resume.every-*", "reshard.samples-*"),
+    "OpensItsShardsAtOnce": ("publish.save-returns-*",),
+    "PointsWithAFile": ("retention.one-whole-*", "retention.latest-*"),
+    "PrefersTheOlderOfEqualOnes": ("retention.latest-and-*",),
+    "PrunesInTheBackground": ("retention.*", "publish.finalize-is-*"),
+    "PublishesInTwoPhases": ("publish.finalize-before-*", "publish.saves-*", "writers.one-publisher"),
+    "RefusesADamagedCheckpoint": ("crash.torn-*", "crash.bit-*"),
+    "RenamesItsCompanions": ("writers.replicated-*", "writers.visible-*", "writers.one-writer-*"),
+    "SavesBesideLeftovers": ("crash.stale-*", "crash.every-*", "retention.incomplete-*"),
+    "VerifiesOnlyWhatItLoads": ("crash.torn-*",),
 }
 """More of them, left to `make prove`: which contract each is there for."""
 

@@ -40,7 +40,7 @@ KNOWN_FAILURES: dict[str, dict[str, str]] = {
         " (tests/confirmed/torch_dcp_flushes_no_directory.py)",
         "crash.stale-leftovers": "DCP saves into a directory that is not empty and leaves in it what was there"
         " (tests/confirmed/torch_dcp_keeps_what_was_left.py)",
-        "crash.torn-file": "the error for a torn shard does not name it, and a file that is not DCP's is never looked at"
+        "crash.torn-file": "the error for a torn shard does not name it"
         " (tests/confirmed/torch_dcp_does_not_name_a_torn_shard.py)",
         "order.saving-is-a-pure-read": "get_state_dict makes optimizer state with a hidden step before the first save"
         " (tests/confirmed/torch_hidden_step_on_save.py)",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from contracts.history import GenerationHistory, History
+from contracts.history import GenerationHistory, History, first_difference
 from contracts.implementation import Capability, Layout
 from contracts.judging import Check, NotApplicable, contract
 from contracts.lab.tamper import LITTER
@@ -103,7 +103,8 @@ def stale_leftovers(history: History, check: Check) -> None:
 def torn_file(history: History, check: Check) -> None:
     """A checkpoint with a truncated, empty or missing file is passed over, or refused by an error that names the file.
 
-    It is never loaded: what its other files hold is of a checkpoint that does not exist.
+    It is never loaded: what its other files hold is of a checkpoint that does not exist. The companions are an exception, as
+    far as a resume has no need of them: with a torn tokenizer a run goes on exactly, and whoever reads it hears of it then.
 
     Seen: facebookresearch/metaseq#53, pytorch/torchtitan#4011.
     """
@@ -201,7 +202,21 @@ def _damage(history: History, check: Check, kinds: dict[str, str]) -> None:
     for event in refused:
         told = f"{event.error}\n{event.data.get('traceback', '')}"
         check(os.path.basename(path) in told, f"{what}; rank {event.rank} refuses and does not name it: {event.error.splitlines()[0]}")
+    needless = "flip" not in kinds and os.path.basename(path) in history.layout.companions
+    if needless and _came_back(first, again, damage["checkpoint"], history):
+        check(True, f"{what}, and everything came back without it")
+        return
     for event in again.of("resume-returns"):
         older = [step for step in whole_steps(first, history.layout) if step < step_of(damage["checkpoint"], history.layout)]
         expected = older[-1] if older else 0
         check(event.step == expected, f"{what}, and rank {event.rank} resumed at step {event.step}, expected {expected} or an error")
+
+
+def _came_back(first: GenerationHistory, again: GenerationHistory, checkpoint: str, history: History) -> bool:
+    """Whether every rank resumed from that checkpoint with exactly the state that was saved in it."""
+    if again.failure or resumed_step(again) != step_of(checkpoint, history.layout):
+        return False
+    saved, resumed = first.snapshot("saving", resumed_step(again)), again.snapshot("resumed")
+    pairs = [(b.small, a.small) for b, a in zip(saved.ranks, resumed.ranks, strict=True)]
+    small = all(before.get(what) == after.get(what) for before, after in pairs for what in ("scheduler", "groups"))
+    return small and first_difference(saved.everything(), resumed.everything()) is None

@@ -230,7 +230,8 @@ def background_failure_surfaces(history: History, check: Check) -> None:
 def save_returns_early(history: History, check: Check) -> None:
     """With a thread behind it, `save` returns before the shards have landed, and training goes on meanwhile.
 
-    A save that waits for its writer is a synchronous one with more memory.
+    A save that waits for its writer is a synchronous one with more memory. Files may be made before it returns; what counts
+    is when the last of them is closed.
 
     Seen: NVIDIA-NeMo/RL#1471.
     """
@@ -238,14 +239,17 @@ def save_returns_early(history: History, check: Check) -> None:
     if history.case.checkpoint.mode != "thread" or not generation.case.faults or any(isinstance(s, Exit) for s in generation.case.steps):
         raise NotApplicable("no background writer was held")
     (hold,) = generation.case.faults
-    shards = [e for e in generation.of("attempt", rank=hold.rank) if e.operation == "open" and re.search(SHARDS, e.paths[0])]
-    returns = generation.of("save-returns", rank=hold.rank)
-    if not shards or not returns:
+    opened = [e for e in generation.of("attempt", rank=hold.rank) if e.operation == "open" and re.search(SHARDS, e.paths[0])]
+    returns, begins = generation.of("save-returns", rank=hold.rank), generation.of("save-begins", rank=hold.rank)
+    if not opened or not returns:
         raise MissingEvidence(f"rank {hold.rank} wrote no shard, or its save never returned")
-    check(
-        returns[0].order < shards[0].order,
-        f"save of step {returns[0].step} returned on rank {hold.rank} only after {shards[0].paths[0]} had been written",
-    )
+    end = begins[1].order if len(begins) > 1 else float("inf")
+    its = {event.paths[0] for event in opened if event.order < end}
+    landed = [event.order for event in generation.files("closed") if event.path in its and event.order < end]
+    early = max([opened[0].order, *landed]) > returns[0].order
+    if not early and opened[0].data.get("main"):
+        raise NotApplicable("the shards were opened in front of training, so nothing held their writer")
+    check(early, f"save of step {returns[0].step} returned on rank {hold.rank} only after {opened[0].paths[0]} had been written")
 
 
 def _same_as_saved(first: GenerationHistory, again: GenerationHistory, check: Check, where: str):

@@ -150,7 +150,7 @@ class FileEvents:
 
     def _write(self, operation: str, paths: list[str], number: int, fault: dict[str, Any] | None, **how: Any) -> None:
         line = {"operation": operation, "paths": paths, "rank": self.rank, "pid": os.getpid(), "number": number, **how}
-        line["thread"] = threading.get_ident()
+        line |= {"thread": threading.get_ident(), "main": threading.current_thread() is threading.main_thread()}
         if fault:
             line["fault"] = fault["do"]
         os.write(self.log, (json.dumps(line) + "\n").encode())

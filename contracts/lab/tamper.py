@@ -65,6 +65,9 @@ def _do(tamper: Tamper, newest: Path | None, found: list[Path], root: Path, layo
                     os.utime(each, (1_000_000_000 - age * 1000,) * 2)
             return found
     files = sorted(path for path in newest.rglob("*") if path.is_file() and path.stat().st_size)
+    files = [path for path in files if re.search(tamper.at, str(path.relative_to(newest)))]
+    if not files:
+        return []
     path = files[tamper.file % len(files)]
     content = path.read_bytes()
     match tamper.how:

@@ -84,7 +84,7 @@ def whole(root, step):
     return directory
 
 
-def test_steps_order_as_numbers_and_foreign_names_are_nobodys_business(tmp_path):
+def test_steps_order_as_numbers_and_foreign_names_are_nobodys_business(tmp_path, capsys):
     assert published.newest_whole(tmp_path / "absent") is None
     for step in (9, 10, 2):
         whole(tmp_path, step)
@@ -94,6 +94,11 @@ def test_steps_order_as_numbers_and_foreign_names_are_nobodys_business(tmp_path)
     published.point(tmp_path, "step_9")
     assert [step for step, _ in published.whole_checkpoints(tmp_path)] == [2, 9, 10]
     assert published.newest_whole(tmp_path).name == "step_10"
+    told = capsys.readouterr().err.splitlines()
+    assert told == [
+        f"passing over {tmp_path / 'tmp_step_77'}: a save or a removal that was not finished",
+        f"passing over {tmp_path / 'step_99'}: {tmp_path / 'step_99' / 'manifest.json'}: No such file or directory",
+    ]
     assert [path.name for path in published.leftovers(tmp_path)] == ["tmp_step_77"]
     published.point(tmp_path, "step_10")
     assert (tmp_path / "latest").resolve() == tmp_path / "step_10"
