@@ -11,7 +11,7 @@ from contracts.lab import power
 
 
 def do(operation: str, *paths: str, **how: Any) -> dict[str, Any]:
-    return {"operation": operation, "paths": list(paths), "pid": 1, "thread": 1, **how}
+    return {"operation": operation, "paths": list(paths), "pid": 1, "thread": 1} | how
 
 
 def write(path: str, **how: Any) -> dict[str, Any]:
@@ -160,8 +160,8 @@ def test_what_could_not_be_done_changes_nothing(root):
 
 def test_what_a_process_was_about_to_do_when_it_was_killed_did_not_happen(root):
     fill(root, tmp__a="bytes")
-    about = [do("rename", "tmp", "step_1"), do("rename", "tmp", "step_1") | {"thread": 2}, do("mkdir", "next") | {"pid": 2}]
-    left, lost = lose(root, *about, fsync("."), names=False, standing=["tmp/", "tmp/a"])
+    about = [do("open", "full", fault="Fail"), do("rename", "tmp", "step_1", thread=2), do("mkdir", "next", pid=2)]
+    left, lost = lose(root, *about, fsync("."), standing=["tmp/", "tmp/a"])
     assert left == {"tmp": "/", "tmp/a": "bytes"}
     assert lost["gone"] == []
 

@@ -225,8 +225,8 @@ def _wrap_flushes(events: FileEvents) -> None:
         original = getattr(os, name)
 
         @functools.wraps(original)
-        def flush(file: Any) -> None:
-            number = file if isinstance(file, int) else file.fileno()
+        def flush(fd: Any) -> None:
+            number = fd if isinstance(fd, int) else fd.fileno()
             events.flush(number, lambda: original(number))
 
         setattr(os, name, flush)

@@ -151,12 +151,15 @@ def standing(root: Path) -> list[str]:
 
 
 def happened(events: list[dict[str, Any]], root: Path) -> list[dict[str, Any]]:
-    """The events of `root` that took place, of those that were about to: the last of each thread may have come too late."""
+    """The events of `root` that took place, of those that were about to: one may have failed, or have come too late.
+
+    Too late came only the last of a thread, and what became of that shows under `root`.
+    """
     last = {(event["pid"], event["thread"]): number for number, event in enumerate(events)}
     return [
         event
         for number, event in enumerate(events)
-        if last[event["pid"], event["thread"]] != number or _took_place(event, root)
+        if "fault" not in event and (last[event["pid"], event["thread"]] != number or _took_place(event, root))
     ]
 
 
