@@ -51,6 +51,11 @@ def build_optional(
         own = {"quantize": False, "master_weight_bits": None, "fused": device.type == "cuda"}
     elif config.optimizer == "te_fused_adam":
         own = {"adam_w_mode": True, "master_weights": config.masters != "none"}
+    elif config.optimizer == "torchao_adamw8bit":
+        import torch._inductor.config
+
+        # Its step is compiled, and the cache takes a kernel for 13 rows for one for 12: a rank got another rank's.
+        torch._inductor.config.force_disable_caches = True
     options = shared if SOURCES[config.optimizer].amsgrad else {key: value for key, value in shared.items() if key != "amsgrad"}
     return make(groups, **options, **own)
 
