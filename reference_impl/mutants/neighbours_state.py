@@ -80,7 +80,7 @@ class KeepsStreamsInFiles(Reference):
         return {name: tensor for name, tensor in super().checkpoint_tensors().items() if not name.startswith("rng.")}
 
     def load_streams(self, path: Path) -> None:
-        file = path / "streams" / f"{self.runtime.rank}.pt"
+        file = path / "streams" / f"{self.runtime.rank}.state"
         if file.exists():
             restore_streams(torch.load(file, weights_only=True), self.runtime.device)
         else:
@@ -92,7 +92,7 @@ class KeepsStreamsInFiles(Reference):
         def write_replicated(self, directory: Path, companions: Callable[[Path], None]) -> None:
             def write() -> None:
                 (directory / "streams").mkdir(exist_ok=True)
-                torch.save(self.streams(), directory / "streams" / f"{self.runtime.rank}.pt")
+                torch.save(self.streams(), directory / "streams" / f"{self.runtime.rank}.state")
 
             everywhere(self.runtime, f"writing random streams to {directory}", write)
             super().write_replicated(directory, companions)
