@@ -55,6 +55,10 @@ KNOWN_FAILURES: dict[str, dict[str, str]] = {
         " (tests/confirmed/torch_dcp_mixes_checkpoints.py)",
     },
     "nemo_automodel": {
+        "crash.power-loss": "0.7.0: a save flushes DCP's files, and neither any other nor a directory"
+        " (tests/confirmed/nemo_flushes_no_directory.py)",
+        "crash.torn-file": "0.7.0: a file that a resume does not read may be torn"
+        " (tests/confirmed/nemo_resumes_beside_emptied_files.py)",
         "reshard.values-across-worlds": "0.7.0: each rank loads a random state of its own, and a new rank has none"
         " (tests/confirmed/nemo_cannot_resume_on_more_ranks.py)",
         "resume.frozen-and-unused": "0.7.0: a save makes zero moments where there are none, and a resume brings them back"

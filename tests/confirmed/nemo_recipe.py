@@ -13,6 +13,7 @@ from nemo_automodel.components.config.loader import ConfigNode
 from nemo_automodel.components.training.rng import StatefulRNG
 from nemo_automodel.recipes.base_recipe import BaseRecipe
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
 
 def recipe(directory, *more_groups, unused=False) -> BaseRecipe:
@@ -42,7 +43,7 @@ def launch(ranks, function, directory) -> str:
     """Run `function(directory)` on as many ranks; return the last line of the first failure, or nothing."""
     store = os.path.join(directory, f"store-{function.__name__}")
     try:
-        torch.multiprocessing.start_processes(_rank, (ranks, store, function, (directory,)), ranks, start_method="fork")
-    except torch.multiprocessing.ProcessRaisedException as error:
+        start_processes(_rank, (ranks, store, function, (directory,)), ranks, start_method="fork")
+    except ProcessException as error:
         return str(error).strip().splitlines()[-1]
     return ""
