@@ -104,6 +104,8 @@ class NemoAutomodel(CheckpointerOnly):
     def save(self, *, final: bool = False) -> None:
         self.recipe.step_scheduler.step, self.recipe.step_scheduler.is_last_step = self.step, final
         self.recipe.save_checkpoint(epoch=0, step=self.step, train_loss=self.loss)
+        if final:
+            self.finalize()  # as its recipes do when training ends
 
     def finalize(self) -> None:
         self.recipe.checkpointer.async_wait()
