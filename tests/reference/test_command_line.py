@@ -7,6 +7,8 @@ import sys
 import pytest
 
 from conftest import HERE, MODULE, environment, launch, losses, settings
+from reference_impl.__main__ import main
+from reference_impl.errors import PeerError
 
 
 def run(*arguments):
@@ -29,6 +31,25 @@ def test_help_documents_every_option():
 def test_bad_usage_is_one_plain_line_and_exit_2(arguments, said):
     done = run(*arguments)
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("result", "status", "said"),
+    [
+        ({"stopped": None}, 0, ""),
+        ({"stopped": "SIGTERM"}, 75, ""),
+        (PeerError("writing failed on 1 of 2 ranks"), 1, "writing failed on 1 of 2 ranks\nwhat was published before stays"),
+    ],
+)
+def test_the_exit_status_says_how_a_run_ended(result, status, said, monkeypatch, capsys):
+    def train(config):
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    monkeypatch.setattr("reference_impl.run.train", train)
+    assert main(["train"]) == status
+    assert said in capsys.readouterr().err
 
 
 def test_a_killed_run_resumes_by_itself_and_ends_as_if_it_had_not_been(tiny, whole):
