@@ -161,7 +161,7 @@ def _take(step: steps.Step, implementation: Implementation, recorder: Recorder) 
             recorder.state("saving")
             recorder.event("save-begins", step=implementation.step, metric=metric)
             implementation.save(final=final)
-            recorder.event("save-returns", step=implementation.step, seen=_files(implementation))
+            recorder.event("save-returns", step=implementation.step)
             recorder.state("saved")
         case steps.Finalize():
             recorder.event("finalize-begins")
@@ -212,12 +212,6 @@ def _resume_to_be_refused(implementation: Implementation, recorder: Recorder) ->
     else:
         recorder.event("resume-returns", step=implementation.step)
         recorder.state("resumed")
-
-
-def _files(implementation: Implementation) -> dict[str, int]:
-    """Sizes of the companions this rank sees under the root, by path."""
-    root, wanted = implementation.place.root, set(implementation.layout.companions)
-    return {str(path.relative_to(root)): path.stat().st_size for path in root.rglob("*") if path.name in wanted}
 
 
 def _overwrite(implementation: Implementation, value: float) -> None:
