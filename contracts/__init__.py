@@ -48,7 +48,7 @@ _HOME = {
     "Verdict": "suite", "Launch": "torchrun", "LaunchError": "torchrun", "launch": "torchrun", "CheckpointerOnly": "trainer",
 }  # fmt: skip
 
-__all__ = sorted(_HOME)  # noqa: PLE0605
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:

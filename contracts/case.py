@@ -179,7 +179,20 @@ class Exit:
     """Leave the process here, as a script does after its last line: nothing is finalized and nothing is closed."""
 
 
-Step = Train | Save | Finalize | Overwrite | Resume | Draw | FillGradients | Retune | MapNames | SetStepCount | ForgetMoments | Exit
+Step = (
+    Train
+    | Save
+    | Finalize
+    | Overwrite
+    | Resume
+    | Draw
+    | FillGradients
+    | Retune
+    | MapNames
+    | SetStepCount
+    | ForgetMoments
+    | Exit
+)
 
 
 # --- faults: what the lab does to a generation -----------------------------------------------------------------------
@@ -189,8 +202,9 @@ Step = Train | Save | Finalize | Overwrite | Resume | Draw | FillGradients | Ret
 class Hold:
     """Hold one rank's file event until every other rank has announced `until`, and then for up to `grace` seconds more.
 
-    The grace ends as soon as a name under the run's root comes or goes; all of it ends after `at_most` seconds. This forces a race instead of waiting for one: the writer cannot finish before the other side has had its chance to
-    go wrong. `at` is a regular expression searched in the path, relative to the run's root, that is opened for writing.
+    The grace ends as soon as a name under the run's root comes or goes; all of it ends after `at_most` seconds. This
+    forces a race instead of waiting for one: the writer cannot finish before the other side has had its chance to go wrong.
+    `at` is a regular expression searched in the path, relative to the run's root, that is opened for writing.
     """
 
     rank: int
@@ -262,7 +276,8 @@ class Tamper:
     """Change the run's directory before this generation's ranks start.
 
     The first four are done to the `file`-th file (in alphabetical order, counted around) of the newest published
-    checkpoint, of all its files or those in whose path the regular expression `at` is found: cut it in half, empty it, remove it, or flip one bit in its middle.
+    checkpoint, of all its files or those in whose path the regular expression `at` is found: cut it in half, empty it,
+    remove it, or flip one bit in its middle.
     "foreign" adds names that resemble a checkpoint's and are none, some of them of a higher step; "older-touched" makes the
     newest checkpoint the one that was modified first; "litter" leaves a file in every directory that is not published.
     """
@@ -386,7 +401,7 @@ class Case:
         try:
             data = json.loads(Path(path).read_text())
             if not isinstance(data, dict) or "generations" not in data:
-                raise ValueError("it is no case: a case is an object with \"generations\"")
+                raise ValueError('it is no case: a case is an object with "generations"')
             return cls.from_json(data)
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}: it is no case file: {error}") from error

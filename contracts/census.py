@@ -58,11 +58,6 @@ def total(histories: Iterable[History]) -> Census:
     return sum(map(census, histories), Census())
 
 
-def world(ranks: int, mesh: tuple[int, ...] = ()) -> str:
-    """A world as reports name it: "4", or "2x2" for hybrid sharding."""
-    return "x".join(map(str, mesh)) or str(ranks)
-
-
 def _of_snapshot(snapshot: Snapshot) -> Census:
     found = Census()
     for kind in ("parameters", "moments", "buffers"):

@@ -100,7 +100,11 @@ def read(directory: Path) -> CheckpointDirectory:
             tensors[name] = tensors[name].joined(tensor) if name in tensors else tensor
         problems += wrong
     written = {os.path.dirname(file) for file in files if file.endswith(".distcp")}
-    problems += [f"{store or '.'} has shards and no .metadata" for store in sorted(written) if os.path.join(store, ".metadata") not in files]
+    problems += [
+        f"{store or '.'} has shards and no .metadata"
+        for store in sorted(written)
+        if os.path.join(store, ".metadata") not in files
+    ]
     return CheckpointDirectory(files, tensors, tuple(problems))
 
 

@@ -57,10 +57,14 @@ def _parser() -> argparse.ArgumentParser:
     listing.set_defaults(command=_list)
 
     running = commands.add_parser("run", help="judge an implementation by every contract that applies to it")
-    running.add_argument("implementation", help="reference, torch_dcp, nemo_automodel, transformers, a mutant's name, or module:Class")
+    running.add_argument(
+        "implementation", help="reference, torch_dcp, nemo_automodel, transformers, a mutant's name, or module:Class"
+    )
     running.add_argument("--contracts", nargs="+", default=["*"], metavar="GLOB", help="names or globs, such as 'publish.*'")
     running.add_argument("--worlds", type=_worlds, default=(1, 2, 4), metavar="N,N", help="world sizes (default: 1,2,4)")
-    running.add_argument("--profile", choices=("smoke", "ci", "nightly"), default="ci", help="how many cases are drawn (default: ci)")
+    running.add_argument(
+        "--profile", choices=("smoke", "ci", "nightly"), default="ci", help="how many cases are drawn (default: ci)"
+    )
     running.add_argument(
         "--minutes", type=_minutes, metavar="M",
         help="draw fresh cases, round after round, for so long (default: 60 for nightly, else one round)",
@@ -74,7 +78,9 @@ def _parser() -> argparse.ArgumentParser:
     replaying = commands.add_parser("replay", help="run one case again and judge it")
     replaying.add_argument("case", type=Path, metavar="CASE.json")
     replaying.add_argument("implementation", nargs="?", default="reference", help="as for run (default: reference)")
-    replaying.add_argument("--contracts", nargs="+", default=["*"], metavar="GLOB", help="names or globs (default: all that apply)")
+    replaying.add_argument(
+        "--contracts", nargs="+", default=["*"], metavar="GLOB", help="names or globs (default: all that apply)"
+    )
     replaying.add_argument("--python", metavar="FILE", help="interpreter of the environment the implementation lives in")
     _common(replaying)
     replaying.set_defaults(command=_replay)
@@ -89,7 +95,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="gloo on cores, or NCCL with a GPU per rank (default: cpu)")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="gloo on cores, or NCCL with a GPU per rank (default: cpu)"
+    )
     parser.add_argument(
         "--directory", type=Path, default=Path(".contracts"), metavar="DIR",
         help="where the cases of broken verdicts are kept, and the evidence of the last command (default: .contracts)",
@@ -122,7 +130,8 @@ def _list(options: argparse.Namespace) -> int:
     chosen = select()
     if options.json:
         fields = [
-            {"name": c.name, "family": c.family, "statement": c.statement, "needs": sorted(c.needs), "seen": list(c.seen)} for c in chosen
+            {"name": c.name, "family": c.family, "statement": c.statement, "needs": sorted(c.needs), "seen": list(c.seen)}
+            for c in chosen
         ]
         print(json.dumps(fields, indent=1, ensure_ascii=False))
         return 0
@@ -278,7 +287,11 @@ def _about(lab: Lab) -> dict[str, Any]:
         return lab.about()
     except LabError as error:
         first, _, rest = str(error).partition("\n")
-        files = [line for line in rest.splitlines() if line.lstrip().startswith("File ") and not re.search("contracts/lab|importlib", line)]
+        files = [
+            line
+            for line in rest.splitlines()
+            if line.lstrip().startswith("File ") and not re.search("contracts/lab|importlib", line)
+        ]
         raise ValueError("\n".join([f"{lab.implementation} cannot be imported: {first}", *files[-4:]])) from error
 
 

@@ -85,7 +85,10 @@ def main() -> int:
             seen[what] += 1
             print(f"{what:17} {words}", flush=True)
         minutes = (time.monotonic() - started) / 60
-    print(f"{len(cases)} points, {len(cases) / minutes:.0f} a minute: " + ", ".join(f"{n} {what}" for what, n in seen.most_common()))
+    print(
+        f"{len(cases)} points, {len(cases) / minutes:.0f} a minute: "
+        + ", ".join(f"{n} {what}" for what, n in seen.most_common())
+    )
     return 0 if set(seen) == {"resumes exactly"} else 1
 
 

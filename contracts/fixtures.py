@@ -32,19 +32,31 @@ def write_model(model: Model, directory: Path, *, seed: int) -> None:
     size = {"vocab_size": len(vocabulary), "hidden_size": model.hidden, "num_hidden_layers": model.layers}
     ids = {"pad_token_id": vocabulary["[PAD]"], "bos_token_id": vocabulary["[BOS]"], "eos_token_id": vocabulary["[EOS]"]}
     if model.architecture == "odd":
-        kind, config = OddForSequenceClassification, OddConfig(
-            rows=list(model.rows), tied=model.tied, unused=model.unused, scalar=model.scalar, dropout=model.dropout, num_labels=1,
-            **size, **ids,
+        kind, config = (
+            OddForSequenceClassification,
+            OddConfig(
+                rows=list(model.rows),
+                tied=model.tied,
+                unused=model.unused,
+                scalar=model.scalar,
+                dropout=model.dropout,
+                num_labels=1,
+                **size,
+                **ids,
+            ),
         )
     else:
-        kind, config = LlamaForSequenceClassification, LlamaConfig(
-            intermediate_size=2 * model.hidden,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=64,
-            num_labels=1,
-            **size,
-            **ids,
+        kind, config = (
+            LlamaForSequenceClassification,
+            LlamaConfig(
+                intermediate_size=2 * model.hidden,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                max_position_embeddings=64,
+                num_labels=1,
+                **size,
+                **ids,
+            ),
         )
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -198,7 +198,12 @@ class GenerationHistory:
             return None if first is not None and first.signal == "SIGKILL" else self.launch.explain()
         killed = {outcome.rank for outcome in self.launch.outcomes if outcome.signal == "SIGKILL"}
         struck = {line["rank"] for line in self.fired if line["fault"] == "Kill"}
-        if wanted and not self.launch.timed_out and first is not None and (first.rank in wanted & killed or wanted & struck & killed):
+        if (
+            wanted
+            and not self.launch.timed_out
+            and first is not None
+            and (first.rank in wanted & killed or wanted & struck & killed)
+        ):
             return None
         if wanted and self.launch.ok:
             return f"rank {min(wanted)} was to be killed at a file event, and had fewer"
@@ -263,7 +268,11 @@ class History:
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors agree in shape, dtype and every bit; NaN equals itself and 0.0 differs from −0.0."""
-    return a.dtype == b.dtype and a.shape == b.shape and a.contiguous().view(-1).view(torch.uint8).equal(b.contiguous().view(-1).view(torch.uint8))
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and a.contiguous().view(-1).view(torch.uint8).equal(b.contiguous().view(-1).view(torch.uint8))
+    )
 
 
 def first_difference(expected: Mapping[Any, torch.Tensor], seen: Mapping[Any, torch.Tensor]) -> str | None:

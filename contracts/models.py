@@ -48,7 +48,7 @@ class OddBlock(nn.Module):
 
 
 class OddModel(nn.Module):
-    """Embedding, blocks, a non-persistent and two persistent buffers; one of these counts training forwards, and is not used."""
+    """Embedding, blocks, a non-persistent and two persistent buffers, of which one counts training forwards, unused."""
 
     def __init__(self, config: OddConfig) -> None:
         super().__init__()
@@ -100,7 +100,9 @@ class OddForSequenceClassification(PreTrainedModel):
     def get_input_embeddings(self) -> nn.Module:
         return self.model.embed_tokens
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **_: object) -> SequenceClassifierOutput:
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **_: object
+    ) -> SequenceClassifierOutput:
         hidden = self.model(input_ids)
         weight = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         pooled = (hidden * weight.unsqueeze(-1)).sum(1) / weight.sum(1, keepdim=True).clamp(min=1)

@@ -56,7 +56,9 @@ def prove(
                 yield judge_neighbour(name, implementation, lab, directory, progress)
 
 
-def judge_mutant(name: str, implementation: str, caught_by: str, lab: Lab, directory: Path, progress=lambda text: None) -> Mutant:
+def judge_mutant(
+    name: str, implementation: str, caught_by: str, lab: Lab, directory: Path, progress=lambda text: None
+) -> Mutant:
     """Run the cases of the contract that must catch it, until it does; then ask the others about the same runs."""
     contract = REGISTRY[caught_by]
     suite = Suite(Target(name, implementation), worlds=MUTANT_WORLDS, directory=directory, lab=lab, progress=progress)
@@ -74,7 +76,9 @@ def judge_neighbour(
     name: str, implementation: str, lab: Lab, directory: Path, progress=lambda text: None, globs: Sequence[str] = ("*",)
 ) -> Neighbour:
     """Judge a good neighbour by the contracts that `globs` name, on one case of each kind in a world of two."""
-    suite = Suite(Target(name, implementation), profile=PROFILES["smoke"], worlds=(2,), directory=directory, lab=lab, progress=progress)
+    suite = Suite(
+        Target(name, implementation), profile=PROFILES["smoke"], worlds=(2,), directory=directory, lab=lab, progress=progress
+    )
     verdicts = list(suite.run(select(globs)))
     wrong = [v for v in verdicts if v.verdict not in ("kept", "not-applicable")]
     broken = [v.name for v in wrong if v.verdict == "broken"]

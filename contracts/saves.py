@@ -43,7 +43,7 @@ def whole_steps(generation: GenerationHistory, layout: Layout, like: CheckpointD
 
 
 def ranked(metrics: dict[int, float | None], policy: Checkpoint, layout: Layout) -> list[int]:
-    """Steps of the checkpoints that have a metric, the best first: by metric, then in the order the layout declares for ties."""
+    """Steps of the checkpoints that have a metric, the best first: by metric, ties in the order that the layout declares."""
     sign, newer = (1 if policy.best_mode == "min" else -1), (-1 if layout.newer_wins_ties else 1)
     return [step for _, _, step in sorted((sign * m, newer * step, step) for step, m in metrics.items() if m is not None)]
 

@@ -374,7 +374,9 @@ def _partly_trained(ranks: int, scope: Scope) -> Sequence[SearchStrategy[Case]]:
             now, then = draw(st.permutations(["norm", r"layers\.0\.", ""]))[:2]
             saved = Generation(ranks=ranks, frozen=now, steps=(Train(before), Save(), Finalize()))
             other = Generation(ranks=ranks, frozen=then, steps=(Resume(), Train(RESUMED_STEPS)), seed=1)
-            return Case(generations=(saved, other), model=draw(_models(architecture=st.just("odd"))), seed=draw(st.integers(0, 99)))
+            return Case(
+                generations=(saved, other), model=draw(_models(architecture=st.just("odd"))), seed=draw(st.integers(0, 99))
+            )
         first = Generation(ranks=ranks, steps=(Train(before), Save(), Finalize(), Train(RESUMED_STEPS)))
         again = Generation(ranks=ranks, steps=(Resume(), Train(RESUMED_STEPS)), seed=1)
         twin = Generation(ranks=ranks, steps=(Train(before + RESUMED_STEPS),), root="twin")
@@ -403,7 +405,11 @@ def _resharded(ranks: int, scope: Scope) -> Sequence[SearchStrategy[Case]]:
         # Each generation but the first begins where the one before it saved, which is not the first save of the run.
         first = Generation(ranks=sizes[0], steps=(Train(before), Save(), Finalize(), Draw(), Train(RESUMED_STEPS)))
         middle = [
-            Generation(ranks=world, steps=(Resume(), Draw(), Train(RESUMED_STEPS if number == 1 else 1), Save(), Finalize()), seed=number)
+            Generation(
+                ranks=world,
+                steps=(Resume(), Draw(), Train(RESUMED_STEPS if number == 1 else 1), Save(), Finalize()),
+                seed=number,
+            )
             for number, world in enumerate(sizes[1:-1], 1)
         ]
         last = Generation(ranks=sizes[-1], steps=(Resume(), Train(1)), seed=len(sizes))
@@ -600,9 +606,7 @@ def _damaged(ranks: int, scope: Scope) -> Sequence[SearchStrategy[Case]]:
 def _failed(ranks: int, scope: Scope) -> Sequence[SearchStrategy[Case]]:
     @st.composite
     def draw_case(draw: st.DrawFn, mode: str, rank: int, at: str, events: SearchStrategy[int]) -> Case:
-        fault = Fail(
-            rank=rank, at=at, event=draw(events), error=draw(st.sampled_from(["ENOSPC", "EIO", "EACCES"])), save=2
-        )
+        fault = Fail(rank=rank, at=at, event=draw(events), error=draw(st.sampled_from(["ENOSPC", "EIO", "EACCES"])), save=2)
         steps = (Train(1), Save(), Finalize(), Train(1), Save(), Train(1), Finalize())
         return Case(
             generations=(

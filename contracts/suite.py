@@ -19,7 +19,7 @@ from hypothesis.errors import NoSuchExample
 import contracts.catalog  # noqa: F401  fills the registry
 from contracts.bindings.known import Target
 from contracts.case import Case
-from contracts.census import Census, census, world
+from contracts.census import Census, census
 from contracts.history import History
 from contracts.implementation import Capability, Layout
 from contracts.judging import REGISTRY, Contract, Judgement, VerdictName
@@ -118,7 +118,9 @@ class Suite:
         self.until = until
         self.progress = progress
         self._owns_lab = lab is None
-        self.lab = lab or Lab(target.implementation, python=target.python, device=device, directory=directory, deadline=deadline)
+        self.lab = lab or Lab(
+            target.implementation, python=target.python, device=device, directory=directory, deadline=deadline
+        )
         self._drawn: dict[tuple[str, int], list[Case]] = {}
         self._histories: dict[str, History | str] = {}
         self._censuses: dict[str, Census] = {}
@@ -192,7 +194,7 @@ class Suite:
             result.evidence += judgement.evidence
             if judgement.evidence:
                 result.worlds = sorted({*result.worlds, max(case.worlds)})
-                result.meshes = sorted({*result.meshes, *(world(g.ranks, g.mesh) for g in case.generations if g.mesh)})
+                result.meshes = sorted({*result.meshes, *("x".join(map(str, g.mesh)) for g in case.generations if g.mesh)})
                 result.census += self._census(history)
             if judgement.verdict == "broken" and (worst is None or worst[1].verdict != "broken"):
                 worst = case, judgement
@@ -284,4 +286,3 @@ class Suite:
         """Verdicts, one contract at a time."""
         for contract in chosen:
             yield self.verdict(contract)
-

@@ -30,7 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2, help="world size (default: 2)")
     parser.add_argument("--steps", type=int, default=28, help="optimizer steps of the whole run (default: 28)")
     parser.add_argument("--gain", type=float, default=0.25, help="by how much MRR@10 has to rise (default: 0.25)")
-    parser.add_argument("--out", type=Path, default=Path("report"), help="where finetune.json and loss.png go (default: report)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("report"), help="where finetune.json and loss.png go (default: report)"
+    )
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="where the two runs are made afresh (default: runs)")
     options = parser.parse_args(arguments)
     alone, interrupted = options.runs / "undisturbed", options.runs / "interrupted"
@@ -64,7 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (options.out / "finetune.json").write_text(json.dumps(result, indent=1) + "\n")
     shutil.copy(interrupted / "loss.png", options.out / "loss.png")
     print(f"MRR@10 on unseen modules: {before:.4f} before, {after:.4f} after")
-    print(f"losses of all {len(expected)} steps equal the undisturbed run's" if not differ else f"losses differ at steps {differ}")
+    print(
+        f"losses of all {len(expected)} steps equal the undisturbed run's" if not differ else f"losses differ at steps {differ}"
+    )
     return 0 if not differ and after - before >= options.gain else 1
 
 

@@ -127,7 +127,7 @@ def read_weights(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def freeze(model: nn.Module, pattern: str) -> None:
-    """Take parameters whose name ``pattern`` is found in out of training. Raises :class:`ConfigError` if that is none or all."""
+    """Take parameters whose name ``pattern`` is found in out of training. Raises :class:`ConfigError` for none or all."""
     names = [name for name, _ in model.named_parameters()]
     chosen = [name for name in names if pattern and re.search(pattern, name)]
     if pattern and len(chosen) in (0, len(names)):

@@ -46,7 +46,9 @@ def newest_whole(root: Path) -> Path | None:
 
     A crash can fall between a rename and the pointer's update, so the directories decide, not the pointer.
     """
-    found = [(step, path) for path in _entries(root) if (step := _step(path.name, "step_")) is not None and not path.is_symlink()]
+    found = [
+        (step, path) for path in _entries(root) if (step := _step(path.name, "step_")) is not None and not path.is_symlink()
+    ]
     for path in leftovers(root):
         print(f"passing over {path}: a save or a removal that was not finished", file=sys.stderr, flush=True)
     return first_sound(path for _, path in sorted(found, reverse=True))

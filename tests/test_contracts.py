@@ -7,5 +7,12 @@ test_plain_torch_keeps_these_contracts = contract_tests(
     "torch_dcp",
     profile="smoke",
     worlds=(2,),
-    contracts=("order.params-*", "order.scheduler-*", "precision.moments-*", "publish.f*", "publish.published-*", "resume.trajectory"),
+    contracts=(
+        "order.params-*",
+        "order.scheduler-*",
+        "precision.moments-*",
+        "publish.f*",
+        "publish.published-*",
+        "resume.trajectory",
+    ),
 )

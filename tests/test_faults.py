@@ -55,7 +55,9 @@ def test_a_kill_is_counted_from_the_save_that_it_names(lab):
     history = lab.run(case(Train(1), Save(), faults=(Kill(rank=1, event=2, save=1),)))
     assert history.failures == []
     assert of_rank_1(history) == {"rank-1/", "rank-1/a"}
-    assert [(line["fault"], line["operation"], line["paths"]) for line in history.generations[0].fired] == [("Kill", "open", ["rank-1/b"])]
+    assert [(line["fault"], line["operation"], line["paths"]) for line in history.generations[0].fired] == [
+        ("Kill", "open", ["rank-1/b"])
+    ]
 
 
 def test_power_is_lost_on_every_rank_and_takes_what_was_not_flushed(lab):
@@ -101,7 +103,9 @@ def test_a_process_that_exits_after_its_save_has_not_failed(lab):
 
 def test_a_tree_that_is_removed_is_seen_file_by_file(lab):
     history = lab.run(case(Train(1), Save()), "lab_faults:RemovesATree")
-    removed = [(e.operation, e.paths[0]) for e in history.generations[0].of("attempt", rank=0) if e.operation in ("remove", "rmdir")]
+    removed = [
+        (e.operation, e.paths[0]) for e in history.generations[0].of("attempt", rank=0) if e.operation in ("remove", "rmdir")
+    ]
     assert removed == [("remove", "tree/below/file"), ("rmdir", "tree/below"), ("rmdir", "tree")]
 
 
@@ -118,9 +122,7 @@ def root(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("how", "left"), [("truncate", b"01234"), ("empty", b""), ("remove", None), ("flip", b"01234%6789")]
-)
+@pytest.mark.parametrize(("how", "left"), [("truncate", b"01234"), ("empty", b""), ("remove", None), ("flip", b"01234%6789")])
 def test_damage_is_done_to_a_file_of_the_newest_checkpoint(root, how, left):
     done = tamper.apply(Tamper(how=how, file=2), root, Layout())  # two files, counted around
     assert done == {"how": how, "checkpoint": "step_10", "paths": ["step_10/a"]}

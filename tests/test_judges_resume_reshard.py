@@ -100,7 +100,13 @@ def trained(ranks: int, *steps: int, records: int = 8, batch: int = 4, **changes
     for step in steps:
         positions = range((step - 1) * batch, step * batch)
         for rank in range(ranks):
-            data = {"step": step, "loss": 1.0 / step, "lr": float(step), "consumed": step * batch, "epoch": step * batch // records}
+            data = {
+                "step": step,
+                "loss": 1.0 / step,
+                "lr": float(step),
+                "consumed": step * batch,
+                "epoch": step * batch // records,
+            }
             data["samples"] = [position % records for position in positions][rank::ranks]
             events.append(Event("trained", rank, data | changes))
     return events
@@ -119,7 +125,9 @@ def stored(ranks: int = 2, without: tuple[str, ...] = ()) -> CheckpointDirectory
     tensors = {}
     for name, tensor in whole(0).items():
         pieces = [piece(tensor, rank, ranks) for rank in range(ranks)]
-        chunks = tuple((p.offset, tuple(p.local.shape), f"__{rank}_0.distcp") for rank, p in enumerate(pieces) if p.local.numel())
+        chunks = tuple(
+            (p.offset, tuple(p.local.shape), f"__{rank}_0.distcp") for rank, p in enumerate(pieces) if p.local.numel()
+        )
         for key in (f"model.{name}", *(f"optimizer.state.{name}.{moment}" for moment in ("exp_avg", "exp_avg_sq"))):
             if key not in without:
                 tensors[key] = StoredTensor("float32", tuple(tensor.shape), chunks)
@@ -234,7 +242,8 @@ def test_samples_that_come_again_break_every_sample_once():
         event.data["step"] = 4
     assert_broken(
         judge("resume.every-sample-once", run.history()),
-        "after step 4, in generation 2, 16 samples of 8 have been consumed: sample 0 was seen 3 times; sample 1 was seen 3 times",
+        "after step 4, in generation 2, 16 samples of 8 have been consumed:"
+        " sample 0 was seen 3 times; sample 1 was seen 3 times",
         "8 of 8 samples lost or repeated",
     )
 
@@ -264,7 +273,9 @@ def test_a_step_that_is_counted_anew_breaks_counters():
 def test_a_scheduler_and_an_optimizer_that_count_anew_break_counters():
     run = Chain.good()
     run.states[1][2:4] = states("resumed", 2, 2, seed=1)
-    assert_broken(judge("resume.counters", run.history()), "rank 0: last_epoch of the scheduler is 1 after the resume, saved as 2")
+    assert_broken(
+        judge("resume.counters", run.history()), "rank 0: last_epoch of the scheduler is 1 after the resume, saved as 2"
+    )
 
 
 def test_an_epoch_that_is_forgotten_breaks_counters():
@@ -282,7 +293,9 @@ def test_a_process_that_lives_on_breaks_fresh_process():
 def test_a_build_that_loads_breaks_fresh_process():
     run = Chain.good()
     run.states[1][0:2] = states("built", 0, 2, seed=2, moments=False)
-    assert_broken(judge("resume.fresh-process", run.history()), f"{WEIGHT} holds its values of step 2 before the resume has begun")
+    assert_broken(
+        judge("resume.fresh-process", run.history()), f"{WEIGHT} holds its values of step 2 before the resume has begun"
+    )
 
 
 # --- one resume: groups, ties, buffers ---------------------------------------------------------------------------------
@@ -296,7 +309,9 @@ ODD = Case(
 )
 
 
-def odd(resumed: list[State] | None = None, saving: list[State] | None = None, disk: CheckpointDirectory | None = None) -> History:
+def odd(
+    resumed: list[State] | None = None, saving: list[State] | None = None, disk: CheckpointDirectory | None = None
+) -> History:
     saving = states("saving", 2, 2) if saving is None else saving
     resumed = states("resumed", 2, 2) if resumed is None else resumed
     return History.of(ODD, [], [], states=[saving, resumed], disk=[{"step_2": disk or stored()}, {}])
@@ -324,12 +339,15 @@ def test_a_setting_from_the_configuration_breaks_param_groups():
 
 def test_groups_whose_parameters_are_exchanged_break_param_groups():
     resumed = states("resumed", 2, 2, groups=groups(2, names=[NORM]))
-    assert_broken(judge("resume.param-groups", odd(resumed)), f"names of group 0 is ['{NORM}'] after the resume, saved as ['{WEIGHT}']")
+    assert_broken(
+        judge("resume.param-groups", odd(resumed)), f"names of group 0 is ['{NORM}'] after the resume, saved as ['{WEIGHT}']"
+    )
 
 
 def test_a_group_that_is_gone_breaks_param_groups():
     assert_broken(
-        judge("resume.param-groups", odd(states("resumed", 2, 2, groups=groups(2)[:1]))), "1 groups after the resume, 2 were saved"
+        judge("resume.param-groups", odd(states("resumed", 2, 2, groups=groups(2)[:1]))),
+        "1 groups after the resume, 2 were saved",
     )
 
 
@@ -352,14 +370,17 @@ def test_a_buffer_of_another_value_breaks_buffers():
     resumed = states("resumed", 2, 2)
     resumed[1].buffers["model.forwards"] = Shard(torch.tensor(0), (), ())
     assert_broken(
-        judge("resume.buffers", odd(resumed)), "rank 1: buffers at step 2 after the resume: model.forwards element 0 is 0, expected 2"
+        judge("resume.buffers", odd(resumed)),
+        "rank 1: buffers at step 2 after the resume: model.forwards element 0 is 0, expected 2",
     )
 
 
 # --- frozen and unused parameters --------------------------------------------------------------------------------------
 
 
-def partly(resumed: list[State] | None = None, after: list[State] | None = None, idle: tuple[str, ...] = (NORM,), frozen=None) -> History:
+def partly(
+    resumed: list[State] | None = None, after: list[State] | None = None, idle: tuple[str, ...] = (NORM,), frozen=None
+) -> History:
     """Train 1, save, train 1 more · resume, train the same · a twin."""
     case = Case(
         generations=(
@@ -407,15 +428,17 @@ def test_a_run_in_which_everything_trains_is_unknown_to_frozen_and_unused():
 
 def test_what_is_frozen_only_after_the_resume_has_to_stay_as_it_was_saved():
     assert_broken(
-        judge("resume.frozen-and-unused", partly(idle=(), frozen="norm")), f"what is frozen now, after step 2: {NORM} element 0 is"
+        judge("resume.frozen-and-unused", partly(idle=(), frozen="norm")),
+        f"what is frozen now, after step 2: {NORM} element 0 is",
     )
 
 
 def test_what_is_frozen_no_more_has_to_move():
     history = partly(frozen="layers", after=states("trained", 2, 2, idle=(NORM,)))
-    assert "model.norm.weight is not frozen now, and is what it was at step 1 after step 2" in judge(
-        "resume.frozen-and-unused", history
-    ).failures
+    assert (
+        "model.norm.weight is not frozen now, and is what it was at step 1 after step 2"
+        in judge("resume.frozen-and-unused", history).failures
+    )
 
 
 # --- another world: train 1, save, train 1 more on 2 · resume, train 1, save on 4 · resume on 2 · a twin of the first ---
@@ -483,12 +506,16 @@ def test_another_moment_on_another_world_breaks_values_across_worlds():
     run.resumed[3].moments[NORM, "step"] = run.resumed[3].moments[NORM, "step"]
     run.resumed[0].moments[WEIGHT, "exp_avg"].local.zero_()
     assert_broken(
-        judge("reshard.values-across-worlds", run.history()), f"2 → 4: state at step 1: exp_avg of {WEIGHT} element 0 is 0.0, expected"
+        judge("reshard.values-across-worlds", run.history()),
+        f"2 → 4: state at step 1: exp_avg of {WEIGHT} element 0 is 0.0, expected",
     )
 
 
 def test_a_loss_beyond_the_tolerance_breaks_values_across_worlds_and_one_within_it_does_not():
-    assert_broken(judge("reshard.values-across-worlds", Resharded(loss=0.51).history()), "2 → 4: loss of step 2 is 0.51, uninterrupted 0.5")
+    assert_broken(
+        judge("reshard.values-across-worlds", Resharded(loss=0.51).history()),
+        "2 → 4: loss of step 2 is 0.51, uninterrupted 0.5",
+    )
     assert_kept(judge("reshard.values-across-worlds", Resharded(loss=0.50001).history()))
 
 
@@ -503,7 +530,9 @@ def test_a_loss_beyond_the_tolerance_breaks_values_across_worlds_and_one_within_
 def test_pieces_that_do_not_tile_break_shards_tile_exactly_once(chunks, words):
     run = Resharded()
     run.disk.tensors["model.odd"] = StoredTensor("float32", (5,), tuple((*chunk, "__0_0.distcp") for chunk in chunks))
-    assert_broken(judge("reshard.shards-tile-exactly-once", run.history()), f"step_2 in generation 1, 4 ranks: model.odd {words}")
+    assert_broken(
+        judge("reshard.shards-tile-exactly-once", run.history()), f"step_2 in generation 1, 4 ranks: model.odd {words}"
+    )
 
 
 def test_an_empty_piece_keeps_shards_tile_exactly_once():
@@ -521,7 +550,8 @@ def test_a_new_rank_that_draws_what_another_drew_before_breaks_new_ranks_new_str
     run = Resharded()
     run.draws[2] = Event("drew", 2, {"values": [0.0, 0.5]})
     assert_broken(
-        judge("reshard.new-ranks-new-streams", run.history()), "rank 2, new among 4, draws what rank 0 of 2 drew before the change"
+        judge("reshard.new-ranks-new-streams", run.history()),
+        "rank 2, new among 4, draws what rank 0 of 2 drew before the change",
     )
 
 
@@ -607,7 +637,9 @@ def test_a_mesh_of_four_ranks_replicates_and_shards():
 
 
 def test_a_chain_saves_at_the_end_of_an_epoch_and_in_the_middle_of_a_later_one():
-    consumed = [case.generations[0].steps[0].steps * case.data.global_batch / case.data.records for case in drawn(CONTINUED_RUNS, 2)]
+    consumed = [
+        case.generations[0].steps[0].steps * case.data.global_batch / case.data.records for case in drawn(CONTINUED_RUNS, 2)
+    ]
     assert 1.0 in consumed
     assert any(epochs > 1 and epochs % 1 for epochs in consumed)
 

@@ -1,4 +1,4 @@
-"""Contracts of publish, retention, crash and writers judge hand-written histories of saves that were killed, failed or pressed."""
+"""Contracts of publish, retention, crash and writers judge hand-written histories of saves that met with trouble."""
 
 from __future__ import annotations
 
@@ -119,19 +119,29 @@ def test_a_kill_that_never_struck_is_no_crash_point_for(name):
 @pytest.mark.parametrize(
     ("spoilt", "words"),
     [
-        (Crashed(left={"step_1": stored(), "step_2": stored()}), "lost work: resumed at step 1; the newest whole checkpoint is of step 2"),
-        (Crashed(left={"step_1": stored(), "step_2": TORN}, resumed=2), "silently differs: resumed at step 2; the newest whole"),
+        (
+            Crashed(left={"step_1": stored(), "step_2": stored()}),
+            "lost work: resumed at step 1; the newest whole checkpoint is of step 2",
+        ),
+        (
+            Crashed(left={"step_1": stored(), "step_2": TORN}, resumed=2),
+            "silently differs: resumed at step 2; the newest whole",
+        ),
         (Crashed(values=7), "silently differs: resumed at step 1: model.layers.0.weight element 0"),
         (Crashed(left={}), "no whole checkpoint was left"),
         (Crashed(again=1), "lost work: the next resume came back at step 1"),
     ],
 )
 def test_a_crash_point_names_its_outcome(spoilt, words):
-    assert_broken(judge("crash.every-crash-point", spoilt.history()), "rank 1 killed at event 1, before open tmp_step_2/a", words)
+    assert_broken(
+        judge("crash.every-crash-point", spoilt.history()), "rank 1 killed at event 1, before open tmp_step_2/a", words
+    )
 
 
 def test_a_resume_that_refuses_to_start_after_a_crash_is_broken():
-    assert_broken(judge("crash.every-crash-point", raised(Crashed().history(), 1)), "refuses to start: rank 0 raised ValueError: no")
+    assert_broken(
+        judge("crash.every-crash-point", raised(Crashed().history(), 1)), "refuses to start: rank 0 raised ValueError: no"
+    )
 
 
 def test_a_resume_that_hangs_after_a_crash_is_broken():
@@ -223,13 +233,20 @@ def damaged(how: str, *events: Event) -> History:
     return history
 
 
-DAMAGES = [("crash.torn-file", "truncate"), ("crash.torn-file", "empty"), ("crash.torn-file", "remove"), ("crash.bit-flip", "flip")]
+DAMAGES = [
+    ("crash.torn-file", "truncate"),
+    ("crash.torn-file", "empty"),
+    ("crash.torn-file", "remove"),
+    ("crash.bit-flip", "flip"),
+]
 
 
 @pytest.mark.parametrize(("name", "how"), DAMAGES)
 def test_a_damaged_checkpoint_is_passed_over_or_refused_by_name(name, how):
     assert_kept(judge(name, damaged(how, *on_every_rank("resume-returns", step=1))))
-    assert_kept(judge(name, damaged(how, *on_every_rank("resume-refused", error="ValueError: /run/step_2/__1_0.distcp is torn"))))
+    assert_kept(
+        judge(name, damaged(how, *on_every_rank("resume-refused", error="ValueError: /run/step_2/__1_0.distcp is torn")))
+    )
 
 
 @pytest.mark.parametrize(("name", "how"), DAMAGES)
@@ -264,7 +281,7 @@ def test_a_refusal_that_does_not_name_the_file_is_broken(name, how):
 
 @dataclasses.dataclass
 class Failed:
-    """A run whose rank 1 could not write its shard of the second checkpoint; every rank raised, and it goes on from the first."""
+    """A run whose rank 1 could not write its second shard; every rank raised, and it goes on from the first checkpoint."""
 
     events: tuple[Event, ...] = tuple(on_every_rank("raised", step=4, error="PeerError: rank 1: no space"))
     left: dict[str, CheckpointDirectory] = dataclasses.field(default_factory=lambda: {"step_1": stored()})
@@ -303,7 +320,11 @@ def test_a_failed_save_that_every_rank_hears_of_keeps(name):
         ("crash.disk-full", Failed(events=()), "and no rank raised"),
         ("crash.disk-full", Failed(left={}), "no whole checkpoint was left"),
         ("crash.disk-full", Failed(left={"step_1": stored(), "step_2": TORN}), "step_2 is published and torn"),
-        ("crash.disk-full", Failed(left={"step_1": stored(), "step_2": stored()}, resumed=2), "step 2 was published all the same"),
+        (
+            "crash.disk-full",
+            Failed(left={"step_1": stored(), "step_2": stored()}, resumed=2),
+            "step 2 was published all the same",
+        ),
         ("publish.background-failure-surfaces", Failed(events=()), "neither save nor finalize raised on rank 0"),
         ("writers.failure-reaches-everyone", Failed(events=(Failed().events[1], Event("gave-up", 1))), "rank 0 did not raise"),
         (
@@ -324,7 +345,8 @@ class Retained:
     """Two saves of three kept one after the other, the oldest removed once the newest stands; then a resume and a save."""
 
     events: tuple[Event, ...] = (
-        *renamed("tmp_step_9", "step_9"), *renamed("tmp_step_10", "step_10", cookie=2), *renamed("step_9", "deleting_step_9", cookie=3),
+        *renamed("tmp_step_9", "step_9"), *renamed("tmp_step_10", "step_10", cookie=2),
+        *renamed("step_9", "deleting_step_9", cookie=3),
     )  # fmt: skip
     resumed: int = 10
     first: tuple[str, ...] = ("step_10",)
@@ -371,15 +393,39 @@ def test_a_run_that_prunes_as_it_should_keeps(name):
     [
         (
             "one-whole-always",
-            Retained(events=(*renamed("tmp_step_9", "step_9"), file("deleted", "step_9/a"), *renamed("tmp_step_10", "step_10"))),
+            Retained(
+                events=(*renamed("tmp_step_9", "step_9"), file("deleted", "step_9/a"), *renamed("tmp_step_10", "step_10"))
+            ),
             "step_9/a was deleted while step_9 was the only whole checkpoint",
         ),
         ("one-whole-always", Retained(pointer="tmp_step_11"), "latest names tmp_step_11; published: step_11"),
-        ("foreign-names-untouched", Retained(foreign=("step_100.backup/", "step_100.backup/a")), "step_abc, which is not of this run, was removed"),
-        ("foreign-names-untouched", Retained(foreign=("step_100.backup/", "step_abc/", "step_100.backup/b", )), "files in step_100.backup"),
+        (
+            "foreign-names-untouched",
+            Retained(foreign=("step_100.backup/", "step_100.backup/a")),
+            "step_abc, which is not of this run, was removed",
+        ),
+        (
+            "foreign-names-untouched",
+            Retained(
+                foreign=(
+                    "step_100.backup/",
+                    "step_abc/",
+                    "step_100.backup/b",
+                )
+            ),
+            "files in step_100.backup",
+        ),
         ("foreign-names-untouched", Retained(resumed=100), "the resume came back at step 100, expected 10"),
-        ("latest-kept", Retained(second=("step_10",), pointer="step_10"), "whole checkpoints are of steps [10], expected [11] among them"),
-        ("latest-kept", Retained(second=("step_10", "step_11"), pointer="step_10"), "latest names step 10, and the newest is 11"),
+        (
+            "latest-kept",
+            Retained(second=("step_10",), pointer="step_10"),
+            "whole checkpoints are of steps [10], expected [11] among them",
+        ),
+        (
+            "latest-kept",
+            Retained(second=("step_10", "step_11"), pointer="step_10"),
+            "latest names step 10, and the newest is 11",
+        ),
         ("steps-order-numerically", Retained(resumed=9), "with checkpoints of steps [10], the resume came back at step 9"),
     ],
 )
@@ -414,12 +460,21 @@ def test_an_incomplete_checkpoint_is_neither_resumed_nor_counted():
 
 
 def pressed(
-    *steps, events=(), resumed: int = 2, values: int | None = None, disk=("step_1", "step_2"), small: dict | None = None, saved=(1, 2)
+    *steps,
+    events=(),
+    resumed: int = 2,
+    values: int | None = None,
+    disk=("step_1", "step_2"),
+    small: dict | None = None,
+    saved=(1, 2),
 ) -> History:
     case = Case(generations=(Generation(ranks=RANKS, steps=steps), Generation(ranks=RANKS, steps=(Resume(),))))
     values = resumed if values is None else values
     saving = [dataclasses.replace(s, small={"scheduler": {"epoch": step}}) for step in saved for s in states("saving", step)]
-    back = [dataclasses.replace(s, small=small or {"scheduler": {"epoch": saved[-1]}}) for s in states("resumed", resumed, seed=values)]
+    back = [
+        dataclasses.replace(s, small=small or {"scheduler": {"epoch": saved[-1]}})
+        for s in states("resumed", resumed, seed=values)
+    ]
     begun = [event for step in saved for event in on_every_rank("save-begins", step=step)]
     return History.of(
         case, [*begun, *events], on_every_rank("resume-returns", step=resumed), states=[saving, back],
@@ -433,7 +488,10 @@ TWICE = (Finalize(), Train(1), Save(), Train(1), Save(), Finalize(), Finalize())
 def test_a_checkpoint_that_overwriting_reached_is_broken():
     steps = (Train(2), Save(), Overwrite(), Finalize())
     assert_kept(judge("publish.snapshot-is-isolated", pressed(*steps, saved=(2,))))
-    assert_broken(judge("publish.snapshot-is-isolated", pressed(*steps, saved=(2,), values=9)), "tensors were overwritten after save had returned")
+    assert_broken(
+        judge("publish.snapshot-is-isolated", pressed(*steps, saved=(2,), values=9)),
+        "tensors were overwritten after save had returned",
+    )
 
 
 def test_a_checkpoint_of_two_steps_is_broken():
@@ -449,8 +507,14 @@ def begun(step: int) -> Event:
 def test_a_save_that_overlaps_the_next_is_broken():
     in_turn = [begun(1), *renamed("tmp_step_1", "step_1"), begun(2), *renamed("tmp_step_2", "step_2", cookie=2)]
     assert_kept(judge("publish.saves-do-not-overlap", pressed(*TWICE, events=in_turn)))
-    assert_broken(judge("publish.saves-do-not-overlap", pressed(*TWICE, events=[begun(1), begun(2)])), "tmp_step_2 was begun while tmp_step_1")
-    assert_broken(judge("publish.saves-do-not-overlap", pressed(*TWICE, events=in_turn, disk=("step_2",))), "left whole checkpoints of steps [2]")
+    assert_broken(
+        judge("publish.saves-do-not-overlap", pressed(*TWICE, events=[begun(1), begun(2)])),
+        "tmp_step_2 was begun while tmp_step_1",
+    )
+    assert_broken(
+        judge("publish.saves-do-not-overlap", pressed(*TWICE, events=in_turn, disk=("step_2",))),
+        "left whole checkpoints of steps [2]",
+    )
 
 
 def finalized(*between: Event) -> list[Event]:
@@ -460,7 +524,9 @@ def finalized(*between: Event) -> list[Event]:
 
 def test_a_second_finalize_that_does_something_is_broken():
     assert_kept(judge("publish.finalize-is-idempotent", pressed(*TWICE, events=finalized())))
-    judgement = judge("publish.finalize-is-idempotent", pressed(*TWICE, events=finalized(attempt("rename", ".latest.new", "latest"))))
+    judgement = judge(
+        "publish.finalize-is-idempotent", pressed(*TWICE, events=finalized(attempt("rename", ".latest.new", "latest")))
+    )
     assert_broken(judgement, "finalize with nothing in flight did this: rename .latest.new latest")
 
 
@@ -472,7 +538,10 @@ def test_a_finalize_with_nothing_in_flight_that_raises_is_broken():
 def test_a_final_save_that_nobody_published_is_broken():
     steps = (Train(2), Save(final=True), Exit())
     assert_kept(judge("publish.exit-after-save", pressed(*steps, saved=(2,), disk=("step_2",))))
-    assert_broken(judge("publish.exit-after-save", pressed(*steps, saved=(2,), disk=())), "every rank ended well after the final save of step 2")
+    assert_broken(
+        judge("publish.exit-after-save", pressed(*steps, saved=(2,), disk=())),
+        "every rank ended well after the final save of step 2",
+    )
 
 
 def held(*events: Event) -> History:
@@ -488,7 +557,9 @@ def held(*events: Event) -> History:
 def test_a_save_that_waits_for_its_writer_is_broken():
     shard, returns = attempt("open", "tmp_step_1/__0_0.distcp"), Event("save-returns", 0, {"step": 1})
     assert_kept(judge("publish.save-returns-early", held(returns, *trained(2), shard)))
-    assert_broken(judge("publish.save-returns-early", held(shard, returns)), "returned on rank 0 only after tmp_step_1/__0_0.distcp")
+    assert_broken(
+        judge("publish.save-returns-early", held(shard, returns)), "returned on rank 0 only after tmp_step_1/__0_0.distcp"
+    )
 
 
 def test_a_shard_that_is_opened_in_save_and_closed_behind_training_is_early_enough():
@@ -508,7 +579,9 @@ def saved(*events: Event, writers: dict[str, set[int]] | None = None, disk=None)
 
 def test_a_path_that_two_ranks_write_is_broken():
     assert_kept(judge("writers.one-writer-per-path", saved(writers={"step_1/a": {0}, "step_1/b": {1}})))
-    assert_broken(judge("writers.one-writer-per-path", saved(writers={"step_1/a": {0, 1}})), "step_1/a was written by ranks 0, 1")
+    assert_broken(
+        judge("writers.one-writer-per-path", saved(writers={"step_1/a": {0, 1}})), "step_1/a was written by ranks 0, 1"
+    )
 
 
 def test_a_save_that_one_rank_does_not_come_out_of_is_broken():
@@ -520,9 +593,16 @@ def test_a_save_that_one_rank_does_not_come_out_of_is_broken():
 
 def test_a_checkpoint_that_lacks_what_a_rank_held_is_broken():
     whole = stored()
-    tensors = {key: dataclasses.replace(t, shape=(3, 4), chunks=(((0, 0), (2, 4), "__0_0.distcp"),)) for key, t in whole.tensors.items() if key.endswith("layers.0.weight")}
+    tensors = {
+        key: dataclasses.replace(t, shape=(3, 4), chunks=(((0, 0), (2, 4), "__0_0.distcp"),))
+        for key, t in whole.tensors.items()
+        if key.endswith("layers.0.weight")
+    }
     history = saved(disk={"step_1": CheckpointDirectory(whole.files, tensors)})
-    assert_broken(judge("writers.collectives-on-every-rank", history), "step_1 holds 0 of the 4 elements of model.layers.0.weight that rank 1 had")
+    assert_broken(
+        judge("writers.collectives-on-every-rank", history),
+        "step_1 holds 0 of the 4 elements of model.layers.0.weight that rank 1 had",
+    )
 
 
 def test_a_checkpoint_that_two_ranks_rename_is_broken():

@@ -40,7 +40,7 @@ def test_a_backward_range_is_refused():
 
 
 def test_an_unknown_list_is_refused_with_those_there_are():
-    with pytest.raises(ValueError, match="'gwen2_vl'; available: .*qwen2_vl"):
+    with pytest.raises(ValueError, match=r"'gwen2_vl'; available: .*qwen2_vl"):
         published_names.read("gwen2_vl")
 
 

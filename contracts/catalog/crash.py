@@ -62,7 +62,9 @@ def _goes_on(history: History, check: Check, point: str) -> None:
     if not check(whole, f"{point}: no whole checkpoint was left; the resume came back at step {seen}"):
         return
     outcome = "lost work" if seen < whole[-1] else "silently differs"
-    if not check(seen == whole[-1], f"{point}: {outcome}: resumed at step {seen}; the newest whole checkpoint is of step {whole[-1]}"):
+    if not check(
+        seen == whole[-1], f"{point}: {outcome}: resumed at step {seen}; the newest whole checkpoint is of step {whole[-1]}"
+    ):
         return
     saved = first.snapshot("saving", seen)
     check.same(saved.everything(), again.snapshot("resumed").everything(), f"{point}: silently differs: resumed at step {seen}")
@@ -198,10 +200,16 @@ def _damage(history: History, check: Check, kinds: dict[str, str]) -> None:
     what = f"{path} was {kinds[damage['how']]}"
     refused = again.of("resume-refused")
     if again.failure:
-        check(False, f"{what}, and the resume {'hangs' if again.launch.timed_out else 'ends otherwise than by an error on every rank'}")
+        check(
+            False,
+            f"{what}, and the resume {'hangs' if again.launch.timed_out else 'ends otherwise than by an error on every rank'}",
+        )
     for event in refused:
         told = f"{event.error}\n{event.data.get('traceback', '')}"
-        check(os.path.basename(path) in told, f"{what}; rank {event.rank} refuses and does not name it: {event.error.splitlines()[0]}")
+        check(
+            os.path.basename(path) in told,
+            f"{what}; rank {event.rank} refuses and does not name it: {event.error.splitlines()[0]}",
+        )
     needless = "flip" not in kinds and os.path.basename(path) in history.layout.companions
     if needless and _came_back(first, again, damage["checkpoint"], history):
         check(True, f"{what}, and everything came back without it")
@@ -209,7 +217,10 @@ def _damage(history: History, check: Check, kinds: dict[str, str]) -> None:
     for event in again.of("resume-returns"):
         older = [step for step in whole_steps(first, history.layout) if step < step_of(damage["checkpoint"], history.layout)]
         expected = older[-1] if older else 0
-        check(event.step == expected, f"{what}, and rank {event.rank} resumed at step {event.step}, expected {expected} or an error")
+        check(
+            event.step == expected,
+            f"{what}, and rank {event.rank} resumed at step {event.step}, expected {expected} or an error",
+        )
 
 
 def _came_back(first: GenerationHistory, again: GenerationHistory, checkpoint: str, history: History) -> bool:

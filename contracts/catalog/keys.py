@@ -50,7 +50,8 @@ def nothing_falls_through(history: History, check: Check) -> None:
         )
         check(
             not empty,
-            f"{event.source}: {len(empty)} of {parameters} parameters are filled by no published name, first {''.join(empty[:1])}",
+            f"{event.source}: {len(empty)} of {parameters} parameters are filled by no published name,"
+            f" first {''.join(empty[:1])}",
         )
 
 

@@ -86,7 +86,10 @@ def _declared_under_other_names(
     for name, count in moments.items():
         its = [t for key, t in checkpoint.tensors.items() if names(key, name) and t.shape]  # a step count has no dimension
         found = sum(tensor.dtype == declared.moments for tensor in its) - (declared.moments == declared.parameters)
-        check(found >= count, f"{directory} holds no Adam moment of {name} in {declared.moments}: {found} tensors, expected {count}")
+        check(
+            found >= count,
+            f"{directory} holds no Adam moment of {name} in {declared.moments}: {found} tensors, expected {count}",
+        )
 
 
 @contract(cases=CHAINED_RUNS, needs={Capability.TRAIN, Capability.RESUME})

@@ -47,7 +47,9 @@ def finalize_before_rename(history: History, check: Check) -> None:
         if generation.disk and not published:
             raise MissingEvidence(f"{', '.join(generation.disk)} stands there, and no file event says when it was published")
         if saves and generation.failure is None:
-            check(published, f"no name that matches {history.layout.published!r} appeared after {saves} save{'s' * (saves > 1)}")
+            check(
+                published, f"no name that matches {history.layout.published!r} appeared after {saves} save{'s' * (saves > 1)}"
+            )
         for name in published:
             check(True, f"{name} kept its bytes")
 
@@ -126,12 +128,15 @@ def one_step_per_checkpoint(history: History, check: Check) -> None:
     if saved is None:
         return
     for before, after in zip(saved.ranks, resumed.ranks, strict=True):
-        check(before.step == after.step, f"rank {after.rank} resumed at step {after.step}; the tensors are of step {before.step}")
+        check(
+            before.step == after.step, f"rank {after.rank} resumed at step {after.step}; the tensors are of step {before.step}"
+        )
         for what in ("scheduler", "groups"):
             if what in before.small:
                 check(
                     before.small[what] == after.small[what],
-                    f"rank {after.rank} resumed {what} {after.small[what]}; with the tensors of step {before.step} went {before.small[what]}",
+                    f"rank {after.rank} resumed {what} {after.small[what]}; with the tensors of step {before.step}"
+                    f" went {before.small[what]}",
                 )
 
 
@@ -236,7 +241,11 @@ def save_returns_early(history: History, check: Check) -> None:
     Seen: NVIDIA-NeMo/RL#1471.
     """
     generation = history.generations[0]
-    if history.case.checkpoint.mode != "thread" or not generation.case.faults or any(isinstance(s, Exit) for s in generation.case.steps):
+    if (
+        history.case.checkpoint.mode != "thread"
+        or not generation.case.faults
+        or any(isinstance(s, Exit) for s in generation.case.steps)
+    ):
         raise NotApplicable("no background writer was held")
     (hold,) = generation.case.faults
     opened = [e for e in generation.of("attempt", rank=hold.rank) if e.operation == "open" and re.search(SHARDS, e.paths[0])]
@@ -249,11 +258,13 @@ def save_returns_early(history: History, check: Check) -> None:
     early = max([opened[0].order, *landed]) > returns[0].order
     if not early and opened[0].data.get("main"):
         raise NotApplicable("the shards were opened in front of training, so nothing held their writer")
-    check(early, f"save of step {returns[0].step} returned on rank {hold.rank} only after {opened[0].paths[0]} had been written")
+    check(
+        early, f"save of step {returns[0].step} returned on rank {hold.rank} only after {opened[0].paths[0]} had been written"
+    )
 
 
 def _same_as_saved(first: GenerationHistory, again: GenerationHistory, check: Check, where: str):
-    """Check that the resume came back with the last save's tensors, and return both snapshots; None where it did not come back."""
+    """Check that the resume came back with the last save's tensors; both snapshots, or None where it did not come back."""
     if first.failure:
         return None
     if again.failure:

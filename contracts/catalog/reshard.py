@@ -88,7 +88,8 @@ def new_ranks_new_streams(history: History, check: Check) -> None:
             owner = earlier.get(tuple(draws.get(rank, ())))
             check(
                 owner is None,
-                f"rank {rank}, new among {resumed.case.ranks}, draws what rank {owner} of {saved.case.ranks} drew before the change",
+                f"rank {rank}, new among {resumed.case.ranks}, draws what rank {owner} of {saved.case.ranks} drew"
+                " before the change",
             )
 
 
@@ -123,7 +124,8 @@ def newest_on_every_rank(history: History, check: Check) -> None:
             if "last_epoch" in scheduler:
                 check(
                     scheduler["last_epoch"] == newest,
-                    f"rank {state.rank} of {generation.case.ranks}: its scheduler resumed step {scheduler['last_epoch']}, the newest"
+                    f"rank {state.rank} of {generation.case.ranks}: its scheduler resumed step {scheduler['last_epoch']},"
+                    " the newest"
                     f" save is of step {newest}",
                 )
         if generation.failure is None:

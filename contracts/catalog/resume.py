@@ -42,7 +42,10 @@ def trajectory(history: History, check: Check) -> None:
             check.same(saved.snapshot("trained", after.step).everything(), after.everything(), where)
         losses = {event.step: event.loss for event in saved.of("trained", rank=0)}
         for event in resumed.of("trained", rank=0):
-            check(event.loss == losses[event.step], f"loss of step {event.step} is {event.loss!r}, uninterrupted {losses[event.step]!r}")
+            check(
+                event.loss == losses[event.step],
+                f"loss of step {event.step} is {event.loss!r}, uninterrupted {losses[event.step]!r}",
+            )
 
 
 @contract(cases=CONTINUED_RUNS, needs={Capability.TRAIN, Capability.RESUME})
@@ -190,11 +193,16 @@ def counters(history: History, check: Check) -> None:
     for saved, generation in history.resumes():
         boundary, restored = saved.snapshot("saving"), generation.snapshot("resumed")
         for before, after in zip(boundary.ranks, restored.ranks, strict=True):
-            check(after.step == before.step, f"rank {after.rank} is at step {after.step} after the resume, saved at step {before.step}")
+            check(
+                after.step == before.step,
+                f"rank {after.rank} is at step {after.step} after the resume, saved at step {before.step}",
+            )
             for key, value in (before.small["scheduler"] or {}).items():
                 if key == "last_epoch":
                     seen = (after.small["scheduler"] or {}).get(key)
-                    check(seen == value, f"rank {after.rank}: {key} of the scheduler is {seen} after the resume, saved as {value}")
+                    check(
+                        seen == value, f"rank {after.rank}: {key} of the scheduler is {seen} after the resume, saved as {value}"
+                    )
             for (name, key), shard in before.moments.items():
                 if key == "step":
                     seen = after.moments.get((name, key))
@@ -206,7 +214,9 @@ def counters(history: History, check: Check) -> None:
     for number, generation in enumerate(resumed, 1):
         for event in generation.of("trained"):
             expected = reported.get((event.step, event.rank))
-            if not check(expected is not None, f"resume {number}, rank {event.rank}: trained step {event.step}, uninterrupted never"):
+            if not check(
+                expected is not None, f"resume {number}, rank {event.rank}: trained step {event.step}, uninterrupted never"
+            ):
                 continue
             for key in ("epoch", "consumed"):
                 if key in event.data:
@@ -229,7 +239,10 @@ def fresh_process(history: History, check: Check) -> None:
     for number, generation in enumerate(history.generations):
         for event in generation.of("begins"):
             earlier = used.setdefault(event.pid, number)
-            check(earlier == number, f"rank {event.rank} of generation {number} is process {event.pid}, which ran generation {earlier}")
+            check(
+                earlier == number,
+                f"rank {event.rank} of generation {number} is process {event.pid}, which ran generation {earlier}",
+            )
     for saved, resumed in history.resumes():
         boundary, built = saved.snapshot("saving"), resumed.snapshot("built")
         check(built.step == 0, f"a run that has not been resumed yet is at step {built.step}")
@@ -241,7 +254,7 @@ def fresh_process(history: History, check: Check) -> None:
 
 @contract(cases=REGROUPED_RUNS, needs={Capability.TRAIN, Capability.RESUME})
 def param_groups(history: History, check: Check) -> None:
-    """Every key of every parameter group comes back as it was saved, and each group holds the same parameters in the same order.
+    """Every key of every parameter group comes back as it was saved, and each group has its parameters in the same order.
 
     Empty groups included, and settings that were changed after the optimizer had been built.
 
@@ -315,7 +328,7 @@ def buffers(history: History, check: Check) -> None:
 
 @contract(cases=PARTLY_TRAINED_RUNS, needs={Capability.TRAIN, Capability.RESUME})
 def frozen_and_unused(history: History, check: Check) -> None:
-    """Frozen parameters, and those that never got a gradient, resume as they were and stay so; what trains goes on as it would have.
+    """Frozen parameters, and those that never got a gradient, resume as they were and stay so; what trains goes on.
 
     Neither has optimizer state, so a checkpoint that expects state for every parameter cannot be loaded, or invents it.
 
@@ -338,7 +351,9 @@ def frozen_and_unused(history: History, check: Check) -> None:
         require_twin(history, saved)
         for later in resumed.snapshots("trained"):
             still = {name: tensor for name, tensor in later.parameters().items() if name in idle}
-            check.same({name: before.parameters()[name] for name in idle}, still, f"what does not train, after step {later.step}")
+            check.same(
+                {name: before.parameters()[name] for name in idle}, still, f"what does not train, after step {later.step}"
+            )
             # A save may have made room for moments of what does not train, zeros; the resume was seen above to invent none.
             seen = later.everything()
             expected = without_room(saved.snapshot("trained", later.step).everything(), beside=seen)

@@ -77,7 +77,9 @@ def foreign_names_untouched(history: History, check: Check) -> None:
                 check(False, f"with {names} beside the checkpoints, the run {why(after)}")
                 continue
             wanted, seen = step_of(tampered["checkpoint"], history.layout), resumed_step(after)
-            check(seen == wanted, f"with {names} beside the checkpoints, the resume came back at step {seen}, expected {wanted}")
+            check(
+                seen == wanted, f"with {names} beside the checkpoints, the resume came back at step {seen}, expected {wanted}"
+            )
             original = {name for name in before.names if name.startswith(f"{tampered['checkpoint']}/")}
             for path in tampered["paths"]:
                 here = {name for name in after.names if name in (path, f"{path}/") or name.startswith(f"{path}/")}
@@ -130,7 +132,9 @@ def latest_and_best_kept(history: History, check: Check) -> None:
             step = step_of(name, layout)
             if publishes(event, layout):
                 standing[step] = saved.get(step)
-            elif step in standing and (event.operation == "deleted" or (event.operation == "moved-from" and event.path == name)):
+            elif step in standing and (
+                event.operation == "deleted" or (event.operation == "moved-from" and event.path == name)
+            ):
                 told = f"{name} was removed while checkpoints of {_metrics(standing)} stood"
                 check(step not in kept(standing), f"{told}: {_declared(history)}")
                 del standing[step]
@@ -143,10 +147,18 @@ def latest_and_best_kept(history: History, check: Check) -> None:
             raise NotApplicable("no save was given a metric")
         whole, expected, best = whole_steps(generation, layout), kept(metrics), ranked(metrics, policy, layout)
         where = f"after saves of {_metrics(metrics)}: "
-        check(expected <= set(whole), f"{where}steps {whole} stand, expected {sorted(expected)} among them: {_declared(history)}")
-        for pointer, seen, wanted in ((layout.pointer, generation.pointer, max(metrics)), (layout.best, generation.best, best[0])):
+        check(
+            expected <= set(whole), f"{where}steps {whole} stand, expected {sorted(expected)} among them: {_declared(history)}"
+        )
+        for pointer, seen, wanted in (
+            (layout.pointer, generation.pointer, max(metrics)),
+            (layout.best, generation.best, best[0]),
+        ):
             if pointer is not None:
-                check(step_of(seen or "", layout) == wanted, f"{where}{pointer} names {seen}, expected step {wanted}: {_declared(history)}")
+                check(
+                    step_of(seen or "", layout) == wanted,
+                    f"{where}{pointer} names {seen}, expected step {wanted}: {_declared(history)}",
+                )
 
 
 def _metrics(metrics: dict[int, float | None]) -> str:
@@ -155,7 +167,9 @@ def _metrics(metrics: dict[int, float | None]) -> str:
 
 def _declared(history: History) -> str:
     policy, ties = history.case.checkpoint, "newer" if history.layout.newer_wins_ties else "older"
-    return f"the newest {policy.keep_latest} and the best {policy.keep_best} stay, best is {policy.best_mode} and then the {ties}"
+    return (
+        f"the newest {policy.keep_latest} and the best {policy.keep_best} stay, best is {policy.best_mode} and then the {ties}"
+    )
 
 
 @contract(cases=RETAINED_RUNS, needs=NEEDS)

@@ -28,7 +28,10 @@ def replicated_files_rank_0(history: History, check: Check) -> None:
             if ranks is None:
                 # Seen from outside and by no rank: an unknown native writer. That is no evidence either way.
                 continue
-            check(ranks == {0}, f"{path} was written by {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, sorted(ranks)))}")
+            check(
+                ranks == {0},
+                f"{path} was written by {'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, sorted(ranks)))}",
+            )
 
 
 @contract(cases=SAVED_RUNS, needs={Capability.TRAIN, Capability.COMPANIONS})
@@ -93,7 +96,10 @@ def collectives_on_every_rank(history: History, check: Check) -> None:
                         continue  # stored under a name of its own; that is the business of published-is-whole
                     held = shard.local.numel()
                     stored = sum(_overlap(shard, *piece) for piece in pieces) if held else 0
-                    check(stored >= held, f"{name} holds {stored} of the {held} elements of {parameter} that rank {state.rank} had")
+                    check(
+                        stored >= held,
+                        f"{name} holds {stored} of the {held} elements of {parameter} that rank {state.rank} had",
+                    )
 
 
 @contract(cases=FAILED_SAVES, needs={Capability.TRAIN, Capability.PUBLISH})
@@ -112,7 +118,9 @@ def failure_reaches_everyone(history: History, check: Check) -> None:
     gave_up = min((event.order for event in generation.of("gave-up")), default=float("inf"))
     for rank in range(generation.case.ranks):
         raised = [event for event in generation.of("raised", rank=rank) if event.order < gave_up]
-        last = [event.kind for event in generation.events if event.rank == rank and event.kind.endswith(("begins", "returns"))][-1:]
+        last = [event.kind for event in generation.events if event.rank == rank and event.kind.endswith(("begins", "returns"))][
+            -1:
+        ]
         check(raised, f"{where}, and rank {rank} did not raise for seconds; the last it said was {', '.join(last)}")
 
 
@@ -160,7 +168,9 @@ def one_publisher(history: History, check: Check) -> None:
             name, _, below = path.partition("/")
             if step_of(name, history.layout) < 0:
                 continue
-            if (event.operation == "rename" and not below) or (event.operation == "remove" and below == history.layout.incomplete):
+            if (event.operation == "rename" and not below) or (
+                event.operation == "remove" and below == history.layout.incomplete
+            ):
                 publishers.setdefault(name, []).append(event.rank)
         for name, ranks in publishers.items():
             check(len(set(ranks)) == 1, f"{name} was given its name by ranks {', '.join(map(str, sorted(set(ranks))))}")

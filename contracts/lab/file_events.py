@@ -75,7 +75,7 @@ class FileEvents:
 
     def _hook(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "open":
-            path, mode, flags = args
+            path, _, flags = args
             if isinstance(path, int) or not (flags or 0) & _WRITES:
                 return
             self.happened("open", path, truncates=bool(flags & os.O_TRUNC), exclusive=bool(flags & os.O_EXCL))
@@ -96,7 +96,9 @@ class FileEvents:
                 return
             with self.lock:
                 number, self.count = self.count, self.count + 1
-                due = (kill for kill in self.kills if any(re.search(kill["at"], name) for name in inside) and self._is_due(kill))
+                due = (
+                    kill for kill in self.kills if any(re.search(kill["at"], name) for name in inside) and self._is_due(kill)
+                )
                 kill = next(due, None)
                 if self.failing is None and operation == "open":
                     due = (fail for fail in self.fails if re.search(fail["at"], inside[0]) and self._is_due(fail))

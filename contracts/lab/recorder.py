@@ -65,9 +65,14 @@ class Recorder:
             local, shape, offset = value, tuple(value.shape), (0,) * value.dim()
             if isinstance(value, DTensor):
                 local = value.to_local()
-                local_shape, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+                _, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
                 offset = offset if local.numel() else tuple(value.shape)
-            places[key] = {"shape": shape, "offset": list(offset), "device": str(value.device), "sharded": isinstance(value, DTensor)}
+            places[key] = {
+                "shape": shape,
+                "offset": list(offset),
+                "device": str(value.device),
+                "sharded": isinstance(value, DTensor),
+            }
             tensors[key] = local.to("cpu", copy=True).contiguous()
 
         names = {}
@@ -94,7 +99,7 @@ class Recorder:
 
 
 def _unwrapped(name: str) -> str:
-    """A parameter's name without what torch.compile and activation checkpointing put into it, which belongs in no checkpoint."""
+    """A parameter's name without what torch.compile and activation checkpointing put into it: it belongs in no checkpoint."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 

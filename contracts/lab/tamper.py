@@ -32,7 +32,12 @@ def published(root: Path, layout: Layout) -> list[Path]:
     found = []
     for path in root.iterdir():
         match = re.fullmatch(layout.published, path.name)
-        if match and path.is_dir() and not path.is_symlink() and not (layout.incomplete and (path / layout.incomplete).exists()):
+        if (
+            match
+            and path.is_dir()
+            and not path.is_symlink()
+            and not (layout.incomplete and (path / layout.incomplete).exists())
+        ):
             found.append((int(match["step"]), path))
     return [path for _, path in sorted(found)]
 

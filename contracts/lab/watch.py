@@ -11,9 +11,7 @@ from typing import Any
 
 from inotify_simple import INotify, flags
 
-_MASK = (
-    flags.CREATE | flags.MODIFY | flags.CLOSE_WRITE | flags.DELETE | flags.MOVED_FROM | flags.MOVED_TO | flags.DONT_FOLLOW
-)
+_MASK = flags.CREATE | flags.MODIFY | flags.CLOSE_WRITE | flags.DELETE | flags.MOVED_FROM | flags.MOVED_TO | flags.DONT_FOLLOW
 _NAMES = {
     flags.CREATE: "created",
     flags.MODIFY: "modified",
@@ -33,7 +31,7 @@ class Watch:
         self.events: list[dict[str, Any]] = []
         self.overflowed = False
         self.roots = roots
-        for tree, root in roots.items():
+        for tree in roots:
             self._add(tree, "", report=False)
 
     def fileno(self) -> int:
@@ -105,6 +103,4 @@ class Watch:
         self._add(tree, path)
 
     def _note(self, operation: str, tree: str, path: str, directory: bool, cookie: int) -> None:
-        self.events.append(
-            {"operation": operation, "tree": tree, "path": path, "directory": directory, "cookie": cookie}
-        )
+        self.events.append({"operation": operation, "tree": tree, "path": path, "directory": directory, "cookie": cookie})

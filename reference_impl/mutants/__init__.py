@@ -19,4 +19,20 @@ from reference_impl.mutants import (
 )
 from reference_impl.mutants.registry import MUTANTS, NEIGHBOURS, names
 
-__all__ = ["MUTANTS", "NEIGHBOURS", "crash", "keys", "names", "neighbours", "neighbours_saves", "neighbours_state", "order", "precision", "publish", "reshard", "resume", "retention", "writers"]
+__all__ = [
+    "MUTANTS",
+    "NEIGHBOURS",
+    "crash",
+    "keys",
+    "names",
+    "neighbours",
+    "neighbours_saves",
+    "neighbours_state",
+    "order",
+    "precision",
+    "publish",
+    "reshard",
+    "resume",
+    "retention",
+    "writers",
+]

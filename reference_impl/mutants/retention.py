@@ -114,7 +114,9 @@ class SortsNamesAsText(Reference):
     class checkpointer_class(Checkpointer):
         def latest(self) -> Path | None:
             def look() -> Path | None:
-                return max((path for _, path in published.whole_checkpoints(self.root)), key=lambda path: path.name, default=None)
+                return max(
+                    (path for _, path in published.whole_checkpoints(self.root)), key=lambda path: path.name, default=None
+                )
 
             return on_rank_zero(self.runtime, "looking for a checkpoint", look)
 
@@ -126,7 +128,11 @@ class TakesTheLastModified(Reference):
     class checkpointer_class(Checkpointer):
         def latest(self) -> Path | None:
             def look() -> Path | None:
-                return max((path for _, path in published.whole_checkpoints(self.root)), key=lambda path: path.stat().st_mtime, default=None)
+                return max(
+                    (path for _, path in published.whole_checkpoints(self.root)),
+                    key=lambda path: path.stat().st_mtime,
+                    default=None,
+                )
 
             return on_rank_zero(self.runtime, "looking for a checkpoint", look)
 
