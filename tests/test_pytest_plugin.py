@@ -245,8 +245,17 @@ def test_a_finished_session_leaves_no_process_behind(judged):
 
 def test_an_interrupt_leaves_no_process_behind(project):
     command = project.command("-p", "no:xdist", "--contract-profile", "smoke", "-k", "precision")
+
+    def heed_interrupts() -> None:  # A shell that starts this suite in the background has them ignored, and that is inherited.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
     with subprocess.Popen(
-        command, cwd=project.root, env=project.environment(), start_new_session=True, stdout=subprocess.DEVNULL
+        command,
+        cwd=project.root,
+        env=project.environment(),
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        preexec_fn=heed_interrupts,
     ) as running:
         while not list(project.root.glob("basetemp/fsdp-contracts/*/histories/*/generation-0")):
             assert running.poll() is None, "pytest ended before a generation ran"
