@@ -87,6 +87,9 @@ def _parser() -> argparse.ArgumentParser:
 
     proving = commands.add_parser("prove", help="show that every contract catches its mutants and no good neighbour")
     proving.add_argument("--only", metavar="NAME", help="one mutant or good neighbour")
+    proving.add_argument(
+        "--contracts", nargs="+", default=["*"], metavar="GLOB", help="mutants of these, and neighbours judged by these"
+    )
     proving.add_argument("--list", action="store_true", help="name them all, with what each must be caught by, and run none")
     proving.add_argument("--json", type=Path, metavar="FILE", help="write the matrix as JSON")
     _common(proving)
@@ -254,7 +257,8 @@ def _prove(options: argparse.Namespace) -> int:
         raise ValueError(f"no mutant or good neighbour is named {options.only!r}; {hint}")
     line = _Progress()
     found: list[Any] = []
-    for item in proof.prove(device=options.device, directory=_evidence(options.directory), only=options.only, progress=line):
+    asked = {"only": options.only, "globs": options.contracts}
+    for item in proof.prove(device=options.device, directory=_evidence(options.directory), progress=line, **asked):
         found.append(item)
         if isinstance(item, proof.Mutant):
             verb = "caught by" if item.ok else "NOT CAUGHT by"

@@ -42,18 +42,20 @@ def prove(
     device: str = "cpu",
     directory: Path = Path(".contracts"),
     only: str | None = None,
+    globs: Sequence[str] = ("*",),
     progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Mutant | Neighbour]:
-    """Judge every mutant and good neighbour of the reference; `only` is the name of one."""
+    """Judge every mutant of the contracts that `globs` name, and every good neighbour by them; `only` is the name of one."""
     from reference_impl import mutants
 
+    chosen = {contract.name for contract in select(globs)}
     with Lab("reference_impl.under_contract:Reference", device=device, directory=directory) as lab:
         for name, its in mutants.MUTANTS.items():
-            if only in (None, name):
+            if only in (None, name) and its.caught_by in chosen:
                 yield judge_mutant(name, its.implementation, its.caught_by, lab, directory, progress)
         for name, implementation in mutants.NEIGHBOURS.items():
             if only in (None, name):
-                yield judge_neighbour(name, implementation, lab, directory, progress)
+                yield judge_neighbour(name, implementation, lab, directory, progress, globs)
 
 
 def judge_mutant(
