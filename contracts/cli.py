@@ -273,7 +273,7 @@ def _prove(options: argparse.Namespace) -> int:
     mutants = [item for item in found if isinstance(item, proof.Mutant)]
     caught, well = sum(item.ok for item in mutants), sum(item.ok for item in found) - sum(item.ok for item in mutants)
     print(f"{caught} of {len(mutants)} mutants caught, {well} of {len(found) - len(mutants)} good neighbours left alone")
-    return 0 if all(item.ok for item in found) else 1
+    return 0 if found and all(item.ok for item in found) else 1
 
 
 def _lab(target: Target, options: argparse.Namespace, progress: _Progress) -> Lab:
