@@ -9,7 +9,9 @@ A stack that only checkpoints subclasses `contracts.CheckpointerOnly` instead, w
 
 from __future__ import annotations
 
+import difflib
 import enum
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +95,12 @@ class Layout:
     best: str | None = None
     newer_wins_ties: bool = True
 
+    def __post_init__(self) -> None:
+        if isinstance(self.companions, str):
+            raise TypeError(f"companions must be a tuple of file names, such as ({self.companions!r},); got a string")
+        if "step" not in re.compile(self.published).groupindex:
+            raise ValueError(f"published must hold a group (?P<step>...) around the step's number, got {self.published!r}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
@@ -151,6 +159,17 @@ class Implementation:
     scaler: Any = None
     step: int = 0
     metric: float | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raise TypeError for a capability there is none of, or one that the layout does not bear out."""
+        super().__init_subclass__(**kwargs)
+        for name in cls.capabilities:
+            if name not in list(Capability):
+                near = difflib.get_close_matches(str(name).lower(), list(Capability), n=1)
+                hint = f"did you mean {str(near[0])!r}?" if near else f"there are {', '.join(Capability)}"
+                raise TypeError(f"{cls.__name__} declares {name!r}, which is no capability; {hint}")
+        if Capability.COMPANIONS in cls.capabilities and not cls.layout.companions:
+            raise TypeError(f"{cls.__name__} declares COMPANIONS; name its files in layout.companions, or leave it out")
 
     def __init__(self, case: Case, place: Place) -> None:
         self.case = case

@@ -113,8 +113,8 @@ class Contract:
             return Judgement("not-applicable", 0, (str(reason),))
         except MissingEvidence as missing:
             trouble = str(missing)
-        except Exception:
-            trouble = "the judge raised: " + traceback.format_exc(limit=-3).strip()
+        except Exception as error:
+            trouble = f"the judge raised {type(error).__name__}: {error}\n{traceback.format_exc(limit=-3).strip()}"
         if check.failures:
             return Judgement("broken", check.evidence, tuple(check.failures))
         # A run that failed where the case asked for none is not a run in which the property was seen to hold.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,9 +14,11 @@ from contracts.case import Case, Generation, Train
 from contracts.census import Census, census
 from contracts.cli import main
 from contracts.history import Event, History, Shard, State
+from contracts.implementation import Capability, Layout
 from contracts.judging import REGISTRY
 from contracts.rounds import added
 from contracts.suite import Verdict
+from contracts.trainer import CheckpointerOnly
 
 MUTANT = "CastsAfterOptimizerLoad"
 
@@ -107,3 +110,32 @@ def test_a_census_counts_whole_tensors_once_and_sees_uneven_and_empty_shards():
     states = [State("trained", rank, 1, {name: its[rank] for name, its in pieces.items()}, {}) for rank in (0, 1)]
     found = census(History.of(case, trained, states=[states]))
     assert found == Census(generations=1, steps=1, samples=4, tensors=3, elements=9, uneven=2, empty=1)
+
+
+# --- declarations ----------------------------------------------------------------------------------------------------
+
+
+def test_a_layout_is_refused_that_would_be_misread():
+    with pytest.raises(
+        TypeError, match=r"companions must be a tuple of file names, such as \('tokenizer.json',\); got a string"
+    ):
+        Layout(companions="tokenizer.json")
+    with pytest.raises(ValueError, match=r"published must hold a group \(\?P<step>...\) around the step's number, got 'ckpt-"):
+        Layout(published=r"ckpt-\d+")
+
+
+@pytest.mark.parametrize(
+    ("declared", "said"),
+    [
+        ({"train", "RESUMME"}, "Ours declares 'RESUMME', which is no capability; did you mean 'resume'?"),
+        ({"train", "zzz"}, "which is no capability; there are train, resume,"),
+        ({Capability.TRAIN, Capability.COMPANIONS}, "Ours declares COMPANIONS; name its files in layout.companions"),
+    ],
+)
+def test_a_capability_is_refused_that_is_none_or_that_the_layout_does_not_bear_out(declared, said):
+    with pytest.raises(TypeError, match=re.escape(said)):
+        type("Ours", (CheckpointerOnly,), {"capabilities": declared})
+
+
+def test_capabilities_may_be_written_as_strings():
+    assert type("Ours", (CheckpointerOnly,), {"capabilities": {"train", "resume"}}).capabilities == {"train", "resume"}

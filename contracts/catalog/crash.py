@@ -135,7 +135,7 @@ def disk_full(history: History, check: Check) -> None:
     first, again = history.generations
     failed = [line for line in first.fired if line["fault"] == "Fail"]
     if not failed:
-        raise NotApplicable("the save had fewer files to write")
+        raise NotApplicable("the rank that was to fail opened fewer files in its second save, so nothing failed")
     where = f"rank {failed[0]['rank']} could not write {failed[0]['paths'][0]}"
     raised = first.of("raised")
     check(raised, f"{where}, and no rank raised")

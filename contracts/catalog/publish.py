@@ -69,7 +69,9 @@ def published_is_whole(history: History, check: Check) -> None:
         wanted = {step_of(name, history.layout): name for name in generation.disk}
         if generation.failure is None:
             for snapshot in saved[-history.case.checkpoint.keep_latest :]:  # all of them where 0 are kept
-                check(snapshot.step in wanted, f"the save of step {snapshot.step} was never published")
+                stands = ", ".join(sorted({name.partition("/")[0] for name in generation.names})) or "nothing"
+                unseen = f"; the run's directory holds {stands}, and {history.layout.published!r} matches checkpoints"
+                check(snapshot.step in wanted, f"the save of step {snapshot.step} was never published{unseen}")
         for name, checkpoint in generation.disk.items():
             for problem in checkpoint.problems:
                 check(False, f"{name}: {problem}")

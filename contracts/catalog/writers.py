@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from contracts.case import Blind
-from contracts.history import Event, GenerationHistory, History
+from contracts.history import Event, GenerationHistory, History, MissingEvidence
 from contracts.implementation import Capability
 from contracts.judging import Check, NotApplicable, contract
 from contracts.saves import step_of
@@ -113,7 +113,7 @@ def failure_reaches_everyone(history: History, check: Check) -> None:
     generation = history.generations[0]
     failed = [line for line in generation.fired if line["fault"] == "Fail"]
     if not failed or generation.case.ranks == 1:
-        raise NotApplicable("no rank failed beside others")
+        raise NotApplicable("the rank that was to fail opened no such file in its second save, or was alone")
     where = f"rank {failed[0]['rank']} could not write {failed[0]['paths'][0]}"
     gave_up = min((event.order for event in generation.of("gave-up")), default=float("inf"))
     for rank in range(generation.case.ranks):
@@ -172,6 +172,11 @@ def one_publisher(history: History, check: Check) -> None:
                 event.operation == "remove" and below == history.layout.incomplete
             ):
                 publishers.setdefault(name, []).append(event.rank)
+        if generation.disk and not publishers:
+            raise MissingEvidence(
+                f"{', '.join(generation.disk)} stands there, and was neither renamed to that name nor had the file that"
+                " layout.incomplete names: it had its final name from the start"
+            )
         for name, ranks in publishers.items():
             check(len(set(ranks)) == 1, f"{name} was given its name by ranks {', '.join(map(str, sorted(set(ranks))))}")
 
