@@ -1,5 +1,5 @@
-# make contracts   fine-tune, interrupt, resume; judge the reference by every contract; write report/
-# make test        the whole test suite, on as many workers as whole worlds fit
+# make contracts   fine-tune, interrupt, resume; judge the reference by every contract, in a world of two; write report/
+# make test        the whole test suite, on one worker more than whole worlds fit
 # make env-NAME    the environment of a third-party stack under .venvs/NAME, for `fsdp-contracts run NAME`
 # make benchmark   a generation through the lab beside a cold torchrun of the same work
 TORCH ?= torch==2.13.0
@@ -15,7 +15,7 @@ export OMP_NUM_THREADS := 1
 
 contracts: $(VENV)/installed
 	$(BIN)/python -m reference_impl.interrupted --out report
-	$(BIN)/fsdp-contracts run reference --profile smoke --json report/contracts.json > report/contracts.txt; status=$$?; cat report/contracts.txt; exit $$status
+	$(BIN)/fsdp-contracts run reference --profile smoke --worlds 2 --json report/contracts.json > report/contracts.txt; status=$$?; cat report/contracts.txt; exit $$status
 
 test: $(VENV)/installed
 	$(BIN)/pytest -n auto

@@ -68,6 +68,26 @@ def kill(pid: int, *, group: bool = False) -> bool:
     return True
 
 
+def wait_for_group(group: int, seconds: float = 2.0) -> None:
+    """Wait until no process of a group runs that has been killed; one whose parent is gone is in nobody else's care."""
+    end = time.monotonic() + seconds
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        while time.monotonic() < end:
+            os.killpg(group, 0)  # raises as soon as the group is empty, zombies included
+            if not any(is_running(pid) for pid in _members(group)):
+                return
+            time.sleep(0.005)
+
+
+def _members(group: int) -> set[int]:
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if stat.read_text().rpartition(")")[2].split()[2] == str(group):  # see proc_pid_stat(5)
+                found.add(int(stat.parent.name))
+    return found
+
+
 def reap(pid: int, *, block: bool = True) -> None:
     with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, 0 if block else os.WNOHANG)

@@ -267,6 +267,8 @@ def _launch(function, nproc, args, timeout, start_method, env, where: Path, on_w
         processes.reap(agent)
         processes.reap(store)
         processes.end(family)
+        # What the agent's end made an orphan, such as multiprocessing's resource tracker, was killed with its group.
+        processes.wait_for_group(agent)
         # Orphans come to us only where this process is a subreaper, as the lab's parent is; other children are not ours.
         orphans = processes.children(os.getpid()) - before if processes.is_subreaper() else set()
         left += _still_running(orphans - family)

@@ -17,6 +17,7 @@ import torch
 import torch._dynamo  # torch imports it to report a rank's failure: 1.2 s in each rank if not done before the fork
 import torch.distributed as dist
 
+from contracts import processes
 from contracts.torchrun import Launch, LaunchError, RankOutcome, launch
 
 LONG = datetime.timedelta(seconds=60)
@@ -379,6 +380,15 @@ def test_the_deadline_ends_the_children_of_ranks_too(tmp_path):
     result = launch(hangs_with_a_child, 1, args=(str(tmp_path),), timeout=3)
     assert result.timed_out
     assert not is_alive(int((tmp_path / "0.pid").read_text()))
+
+
+def test_a_killed_group_is_awaited_though_nobody_is_its_parent():
+    command = ["sh", "-c", "sleep 600 & echo $!; wait"]
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as leader:
+        orphan = int(leader.stdout.readline())
+        os.killpg(leader.pid, signal.SIGKILL)
+    processes.wait_for_group(leader.pid)
+    assert not processes.is_running(orphan)
 
 
 def test_other_children_of_the_launching_process_live_on():
