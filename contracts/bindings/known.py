@@ -51,8 +51,8 @@ KNOWN_FAILURES: dict[str, dict[str, str]] = {
         " (tests/confirmed/torch_dcp_cannot_resume_unused_parameters.py)",
         "resume.param-groups": "an empty group loses its settings"
         " (tests/confirmed/torch_dcp_loses_an_empty_groups_settings.py)",
-        "writers.failure-reaches-everyone": "where rank 0 cannot write the tokenizer it raises before the barrier in which"
-        " the others wait; that is the user's part of the save, and DCP's own failures do reach every rank",
+        "writers.failure-reaches-everyone": "where rank 0 cannot write a replicated file it raises before the barrier in which"
+        " the others wait; this is the user's part of the save, not DCP's",
         "writers.no-local-view-branching": "each rank looks for the newest checkpoint, and DCP loads what each of them names"
         " (tests/confirmed/torch_dcp_mixes_checkpoints.py)",
     },
