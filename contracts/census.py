@@ -6,7 +6,6 @@ Evidence counts checks; a census says of what. A suite that has seen no empty sh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from contracts.history import History, Shard, Snapshot
@@ -52,10 +51,6 @@ def census(history: History) -> Census:
             for snapshot in generation.snapshots(label):
                 found += _of_snapshot(snapshot)
     return found
-
-
-def total(histories: Iterable[History]) -> Census:
-    return sum(map(census, histories), Census())
 
 
 def _of_snapshot(snapshot: Snapshot) -> Census:

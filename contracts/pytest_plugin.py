@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import hashlib
 import os
 import secrets
@@ -120,16 +119,14 @@ class _Declared:
             ValueError: a glob or a name in `known` matches none, or no profile has that name.
         """
         from contracts.judging import REGISTRY
-        from contracts.suite import PROFILES, select
+        from contracts.suite import PROFILES, hint, select
 
         if isinstance(self.profile, str) and self.profile not in PROFILES:
             raise ValueError(f"profile must be one of {', '.join(PROFILES)}, got {self.profile!r}")
         chosen = {contract.name: contract for contract in select(self.contracts)}
         for name in self.known:
             if name not in REGISTRY:
-                near = difflib.get_close_matches(name, REGISTRY, n=3, cutoff=0.5)
-                hint = f"did you mean {' or '.join(near)}?" if near else "`fsdp-contracts list` names them all"
-                raise ValueError(f"known names {name!r}, which is no contract; {hint}")
+                raise ValueError(f"known names {name!r}, which is no contract; {hint(name)}")
             if name not in chosen:
                 raise ValueError(f"known names {name!r}, which contracts={self.contracts!r} leaves out")
         return chosen

@@ -78,15 +78,19 @@ class Verdict:
         return asdict(self)
 
 
+def hint(name: str) -> str:
+    """What may have been meant by a name that is no contract's."""
+    near = difflib.get_close_matches(name, REGISTRY, n=3, cutoff=0.5) or [c for c in REGISTRY if c.endswith(f".{name}")]
+    return f"did you mean {' or '.join(near)}?" if near else "`fsdp-contracts list` names them all"
+
+
 def select(globs: Iterable[str] = ("*",)) -> list[Contract]:
     """Contracts whose names match one of the globs; raises ValueError for a glob which matches none."""
     chosen: dict[str, Contract] = {}
     for glob in globs:
         found = {name: made for name, made in REGISTRY.items() if fnmatch.fnmatch(name, glob)}
         if not found:
-            near = difflib.get_close_matches(glob, REGISTRY, n=3) or [c for c in REGISTRY if c.endswith(f".{glob}")]
-            hint = f"did you mean {' or '.join(near)}?" if near else "`fsdp-contracts list` names them all"
-            raise ValueError(f"no contract matches {glob!r}; {hint}")
+            raise ValueError(f"no contract matches {glob!r}; {hint(glob)}")
         chosen |= found
     return [made for name, made in REGISTRY.items() if name in chosen]
 
