@@ -14,7 +14,9 @@ class Telling(Trainer):
         if self.step == int(sys.argv[1]) and self.runtime.rank == self.runtime.world - 1:
             stop = signal.getsignal(signal.SIGTERM).__self__
             os.kill(os.getppid(), getattr(signal, sys.argv[2]))
+            end = time.monotonic() + 60
             while not stop.signalled:  # The run is so short that it would end before the agent has passed the signal on.
+                assert time.monotonic() < end, "no signal came, and nothing noticed that the agent is gone"
                 time.sleep(0.01)
         return super().train_step()
 
