@@ -8,6 +8,7 @@ and async executor keep caches that would leak into ranks. Model directories are
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -27,6 +28,8 @@ def main() -> None:
     replies = os.fdopen(int(sys.argv[1]), "w", buffering=1)
     for line in sys.stdin:
         job = json.loads(line)
+        # What is here now stays: the collector of whatever is forked need not walk all that was imported.
+        gc.freeze()
         try:
             reply = {"ok": True, **_ANSWERS[job["do"]](job)}
         except Exception as error:

@@ -35,6 +35,7 @@ class Recorder:
         self.sequence = 0
         self.lock = threading.RLock()
         self.implementation: Implementation | None = None
+        self.offsets: dict[Any, tuple[int, ...]] = {}
         self.events = os.open(directory / f"events-{rank}.jsonl", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         (directory / "states").mkdir(exist_ok=True)
 
@@ -60,20 +61,19 @@ class Recorder:
         tensors: dict[str, torch.Tensor] = {}
         places: dict[str, dict[str, Any]] = {}
 
+        @torch.no_grad()  # where a DTensor's `to_local` is the shard itself, and nothing is dispatched
         def add(key: str, value: torch.Tensor) -> None:
-            value = value.detach()
             local, shape, offset = value, tuple(value.shape), (0,) * value.dim()
             if isinstance(value, DTensor):
                 local = value.to_local()
-                _, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-                offset = offset if local.numel() else tuple(value.shape)
+                offset = self._offset(value) if local.numel() else shape
             places[key] = {
                 "shape": shape,
                 "offset": list(offset),
                 "device": str(value.device),
                 "sharded": isinstance(value, DTensor),
             }
-            tensors[key] = local.to("cpu", copy=True).contiguous()
+            tensors[key] = local.detach().to("cpu", copy=True).contiguous()
 
         names = {}
         for name, parameter in impl.model.named_parameters():
@@ -96,6 +96,14 @@ class Recorder:
         file = f"{self.rank}-{self.sequence}.safetensors"
         save_file(tensors, self.directory / "states" / file)
         self.event("state", label=label, step=impl.step, file=file, places=places, numbers=numbers, **_small_state(impl, names))
+
+
+    def _offset(self, value: DTensor) -> tuple[int, ...]:
+        """Where this rank's shard begins, found once for each layout."""
+        layout = value.shape, value.device_mesh, value.placements
+        if layout not in self.offsets:
+            _, self.offsets[layout] = compute_local_shape_and_global_offset(*layout)
+        return self.offsets[layout]
 
 
 def _unwrapped(name: str) -> str:
