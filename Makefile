@@ -1,7 +1,8 @@
-# make contracts   fine-tune, interrupt, resume; judge the reference by every contract, in a world of two; write report/
+# make contracts   fine-tune, interrupt, resume; judge the reference by every contract, in a world of two, and at
+#                  every crash point of a save; write report/
 # make test        the whole test suite, on one worker more than whole worlds fit
 # make env-NAME    the environment of a third-party stack under .venvs/NAME, for `fsdp-contracts run NAME`
-# make benchmark   a generation through the lab beside a cold torchrun of the same work
+# make benchmark   the lab beside cold torchruns of the same work, and crash points beside ckpt-chaos
 TORCH ?= torch==2.13.0
 PYTHON ?= python3
 VENV := .venv
@@ -16,6 +17,7 @@ export OMP_NUM_THREADS := 1
 contracts: $(VENV)/installed
 	$(BIN)/python -m reference_impl.interrupted --out report
 	$(BIN)/fsdp-contracts run reference --profile smoke --worlds 2 --json report/contracts.json > report/contracts.txt; status=$$?; cat report/contracts.txt; exit $$status
+	$(BIN)/python -m contracts.crash_points reference --ranks 2 --json report/crash-points.json
 
 test: $(VENV)/installed
 	$(BIN)/pytest -n auto
@@ -24,6 +26,7 @@ prove: $(VENV)/installed
 	$(BIN)/fsdp-contracts prove --json report/proof.json
 
 benchmark: $(VENV)/installed
+	$(BIN)/pip install --quiet ckpt-chaos==0.1.8
 	$(BIN)/python -m contracts.lab.benchmark
 
 lint: $(VENV)/installed

@@ -4,18 +4,20 @@
     python -m contracts.crash_points reference --ranks 2 --power-loss
 
 A control run that nothing befalls counts the events of the second save, of its publication and of the removal of the
-first. Then each is a case of its own. With `--power-loss` the power is lost there, and before each flush, twice over: once
-unflushed names and bytes are gone, once bytes alone. Prints a line per point, and how many a minute were visited, resume
-included.
+first. Then each is a case of its own: a run that ends there, and new processes that resume, go on and save. With
+`--power-loss` the power is lost there, and before each flush, twice over: once unflushed names and bytes are gone, once
+bytes alone. Prints a line per point, and how many a minute were visited, resume included.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import json
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import contracts.catalog  # noqa: F401  fills the registry
@@ -38,16 +40,22 @@ def points(lab: Lab, ranks: int, mode: str, *, power_loss: bool = False) -> Iter
     Raises:
         RuntimeError: the control run failed.
     """
-    control = lab.run(crash_case(ranks, mode, 0, NEVER)).generations[0]
+    case = crash_case(ranks, mode, 0, NEVER)
+    (control,) = lab.run(replace(case, generations=case.generations[:1])).generations
     if not control.launch.ok:
         raise RuntimeError(f"the control run failed: {control.launch.explain()}")
     for rank in range(ranks):
         for event in range(events_of_second_save(control, rank, *("attempt", "flush")[: 1 + power_loss])):
             if power_loss:
-                yield power_case(ranks, mode, rank, event, "names and bytes")
-                yield power_case(ranks, mode, rank, event, "bytes")
+                yield _resumed_once(power_case(ranks, mode, rank, event, "names and bytes"))
+                yield _resumed_once(power_case(ranks, mode, rank, event, "bytes"))
             else:
-                yield crash_case(ranks, mode, rank, event)
+                yield _resumed_once(crash_case(ranks, mode, rank, event))
+
+
+def _resumed_once(case: Case) -> Case:
+    """Without the second resume, from the save that follows the first one; the contract's own cases have it."""
+    return replace(case, generations=case.generations[:2])
 
 
 def events_of_second_save(control: GenerationHistory, rank: int, *kinds: str) -> int:
@@ -56,13 +64,33 @@ def events_of_second_save(control: GenerationHistory, rank: int, *kinds: str) ->
     return sum(event.order > second for event in control.of(*kinds, rank=rank))
 
 
-def outcome(history: History, contract: str = "crash.every-crash-point") -> tuple[str, str]:
-    """What came of a crash point, and in which words."""
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one crash point: in one word or two, where it was, and what else there is to say."""
+
+    outcome: str
+    point: str
+    told: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.outcome:17} {self.told or self.point}"
+
+
+def outcome(history: History, contract: str = "crash.every-crash-point") -> Outcome:
+    """What came of the crash point that a history is of."""
     judgement = REGISTRY[contract](history)
+    point = kill_point(history.generations[0]) or ""
     if judgement.verdict == "kept":
-        return "resumes exactly", kill_point(history.generations[0]) or ""
+        return Outcome("resumes exactly", point)
     found = next((name for name in OUTCOMES if name in judgement.message), judgement.verdict)
-    return found, judgement.message.splitlines()[0]
+    return Outcome(found, point, judgement.message.splitlines()[0])
+
+
+def visit(lab: Lab, ranks: int, mode: str, *, power_loss: bool = False) -> Iterator[Outcome]:
+    """Visit every point, one after the other."""
+    contract = "crash.power-loss" if power_loss else "crash.every-crash-point"
+    for case in points(lab, ranks, mode, power_loss=power_loss):
+        yield outcome(lab.run(case), contract)
 
 
 def main() -> int:
@@ -73,23 +101,30 @@ def main() -> int:
     parser.add_argument("--power-loss", action="store_true", help="lose the power there instead, and before each flush")
     parser.add_argument("--python", default=None, help="interpreter of the environment the implementation lives in")
     parser.add_argument("--directory", type=Path, default=Path(".contracts"))
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table to FILE")
     options = parser.parse_args()
     target = resolve(options.implementation, python=options.python)
-    contract = "crash.power-loss" if options.power_loss else "crash.every-crash-point"
-    seen: collections.Counter[str] = collections.Counter()
+    seen: list[Outcome] = []
     with Lab(target.implementation, python=target.python, directory=options.directory) as lab:
-        cases = list(points(lab, options.ranks, options.mode, power_loss=options.power_loss))
+        lab.about()  # the parent is warm
         started = time.monotonic()
-        for case in cases:
-            what, words = outcome(lab.run(case), contract)
-            seen[what] += 1
-            print(f"{what:17} {words}", flush=True)
+        for point in visit(lab, options.ranks, options.mode, power_loss=options.power_loss):
+            seen.append(point)
+            print(point, flush=True)
         minutes = (time.monotonic() - started) / 60
+    counts = collections.Counter(point.outcome for point in seen)
+    told = ", ".join(f"{number} {what}" for what, number in counts.most_common())
+    what = "power is lost" if options.power_loss else "a rank is killed"
     print(
-        f"{len(cases)} points, {len(cases) / minutes:.0f} a minute: "
-        + ", ".join(f"{n} {what}" for what, n in seen.most_common())
+        f"{options.implementation}, {options.ranks} ranks, {options.mode}: {what} at {len(seen)} points, "
+        f"{len(seen) / minutes:.0f} a minute: {told}"
     )
-    return 0 if set(seen) == {"resumes exactly"} else 1
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        about = {"implementation": options.implementation, "ranks": options.ranks, "mode": options.mode}
+        table = {**about, "power_loss": options.power_loss, "points": [asdict(point) for point in seen]}
+        options.json.write_text(json.dumps(table, indent=1))
+    return 0 if set(counts) == {"resumes exactly"} else 1
 
 
 if __name__ == "__main__":

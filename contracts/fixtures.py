@@ -18,7 +18,7 @@ def write_model(model: Model, directory: Path, *, seed: int) -> None:
     """Write a randomly initialised sequence classifier with one label, and a word-level tokenizer made offline."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     from contracts.models import OddConfig, OddForSequenceClassification
 
@@ -46,6 +46,8 @@ def write_model(model: Model, directory: Path, *, seed: int) -> None:
             ),
         )
     else:
+        from transformers import LlamaConfig, LlamaForSequenceClassification
+
         kind, config = (
             LlamaForSequenceClassification,
             LlamaConfig(

@@ -523,7 +523,8 @@ MESH_CHANGES = Cases("mesh-changes", _mesh_changes)
 
 # --- saves that survive ----------------------------------------------------------------------------------------------
 
-SMALLEST = Model(layers=1)
+SMALLEST = Model(architecture="odd", layers=1)
+"""Few parameters of few shapes: DTensor plans each operation anew for each, which is most of what a short run takes."""
 SHARDS = r"\.(distcp|safetensors|pt|bin)$"
 """Paths of files that hold tensors, whoever writes them."""
 EVENTS_OF_A_SAVE = 30

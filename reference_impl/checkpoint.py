@@ -13,6 +13,7 @@ import atexit
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -58,6 +59,7 @@ class Checkpointer:
     def __init__(self, root: str | Path, runtime: Runtime, *, mode: str = "sync", keep: Retention | None = None) -> None:
         self.root, self.runtime, self.mode, self.keep = Path(root), runtime, mode, keep or Retention()
         self.pending: Pending | None = None
+        self.removing: threading.Thread | None = None
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint as rank 0 sees it, the same answer on every rank."""
@@ -100,13 +102,19 @@ class Checkpointer:
             self.finalize()
 
     def finalize(self) -> None:
-        """Wait for a save in flight on every rank, publish it, prune. A no-op when nothing is in flight.
+        """Wait for a save in flight on every rank and publish it; rank 0 then removes old ones behind training.
 
-        Raises :class:`~reference_impl.runtime.PeerError` on every rank when any writer failed; nothing is published then.
+        A no-op when nothing is in flight. Raises :class:`~reference_impl.runtime.PeerError` on every rank when any writer
+        failed; nothing is published then.
         """
+        if self.complete():
+            self.prune()
+
+    def complete(self) -> bool:
+        """Publish what is in flight; whether anything was."""
         pending, self.pending = self.pending, None
         if pending is None:
-            return
+            return False
         atexit.unregister(self.flush_at_exit)
         try:
             everywhere(self.runtime, f"writing the checkpoint of step {pending.step}", pending.written.result)
@@ -116,7 +124,7 @@ class Checkpointer:
             raise
         finally:
             pending.stager.close()
-        self.prune()
+        return True
 
     def flush_at_exit(self) -> None:
         """Publish a save that is still in flight when the interpreter ends; where that cannot be, say so and exit with 1."""
@@ -125,7 +133,8 @@ class Checkpointer:
             if (error := getattr(sys, "last_value", None)) is not None:
                 raise error  # This rank failed, and its peers may be anywhere.
             dist.monitored_barrier(self.runtime.control, timeout=EXIT_DEADLINE)
-            self.finalize()
+            if self.complete() and self.runtime.rank == 0:
+                self.remove_old()  # An interpreter that ends starts no thread.
         except BaseException as error:
             print(f"rank {self.runtime.rank} ended before the save was published: {error}", file=sys.stderr, flush=True)
             os._exit(1)
@@ -136,8 +145,9 @@ class Checkpointer:
             self.finalize()
 
     def close(self) -> None:
-        """Finalize, and end the writer process that DCP keeps in process mode."""
+        """Finalize, wait for what is being removed, and end the writer process that DCP keeps in process mode."""
         self.finalize()
+        self.settle()
         if self.mode == "process":
             # DCP offers no other way; left alone, the daemon outlives its rank by a moment and looks like a leak.
             _async_process_executor._CHECKPOINT_PROCESS = None
@@ -146,6 +156,7 @@ class Checkpointer:
         """Rank 0 makes the temporary directory and clears leftovers. None if ``step`` is already published whole."""
 
         def prepare() -> Path | None:
+            self.settle()
             published.make_directory(self.root)
             final, directory = self.root / published.final_name(step), self.root / published.temporary_name(step)
             if final.exists():
@@ -153,7 +164,10 @@ class Checkpointer:
                     return None
                 published.remove(final)
             for path in published.leftovers(self.root):
-                shutil.rmtree(path)
+                if path != directory:
+                    published.remove_or_say(path)
+            if directory.exists():
+                shutil.rmtree(directory)
             directory.mkdir()
             return directory
 
@@ -217,15 +231,25 @@ class Checkpointer:
             (directory / name).stat()
 
     def prune(self) -> None:
-        """Rank 0 removes the whole checkpoints that ``keep`` does not name; what is not whole neither counts nor goes."""
-        on_rank_zero(self.runtime, "removing old checkpoints", self.remove_old)
+        """Rank 0 begins to remove old checkpoints in a thread: on a large file system that takes longer than a step."""
+        if self.runtime.rank == 0:
+            self.settle()
+            self.removing = threading.Thread(target=self.remove_old, name="remove old checkpoints")
+            self.removing.start()
+
+    def settle(self) -> None:
+        """Wait until what is being removed is gone. The next save does so first, and ranks other than 0 remove nothing."""
+        removing, self.removing = self.removing, None
+        if removing is not None:
+            removing.join()
 
     def remove_old(self) -> None:
+        """Remove the whole checkpoints that ``keep`` does not name; what is not whole neither counts nor goes."""
         whole = published.whole_checkpoints(self.root)
         kept = self.keep.kept(whole)
         for found in whole:
             if found not in kept:
-                published.remove(found[1])
+                published.remove_or_say(found[1])
 
     def discard(self, directory: Path) -> None:
         """Rank 0 removes what a failed save left, so that a full disk is not filled further."""

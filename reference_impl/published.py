@@ -131,6 +131,14 @@ def remove(directory: Path) -> None:
     shutil.rmtree(doomed)
 
 
+def remove_or_say(directory: Path) -> None:
+    """Delete a checkpoint, or what was left of one; where that fails, say so on stderr. The next save tries again."""
+    try:
+        shutil.rmtree(directory) if directory in leftovers(directory.parent) else remove(directory)
+    except OSError as error:
+        print(f"could not remove {directory}, which takes room until it is gone: {error}", file=sys.stderr, flush=True)
+
+
 def leftovers(root: Path) -> list[Path]:
     """What interrupted saves and deletions left behind: this module's own temporary names and nothing else."""
     prefixes = ("tmp_step_", "deleting_step_")

@@ -673,7 +673,7 @@ def test_power_is_lost_at_events_and_flushes_with_names_and_without():
 
 
 def test_the_outcome_of_a_crash_point_is_told_in_one_of_five_ways():
-    assert crash_points.outcome(Crashed().history())[0] == "resumes exactly"
-    assert crash_points.outcome(Crashed(values=7).history())[0] == "silently differs"
-    assert crash_points.outcome(raised(Crashed().history(), 1))[0] == "refuses to start"
-    assert crash_points.outcome(powerless(Crashed(left={}, resumed=0)), "crash.power-loss")[0] == "is lost"
+    assert crash_points.outcome(Crashed().history()).outcome == "resumes exactly"
+    assert crash_points.outcome(Crashed(values=7).history()).outcome == "silently differs"
+    assert crash_points.outcome(raised(Crashed().history(), 1)).outcome == "refuses to start"
+    assert crash_points.outcome(powerless(Crashed(left={}, resumed=0)), "crash.power-loss").outcome == "is lost"

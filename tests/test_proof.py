@@ -73,7 +73,7 @@ ALSO_NEAR = {
     "OpensItsShardsAtOnce": ("publish.save-returns-*",),
     "PointsWithAFile": ("retention.one-whole-*", "retention.latest-*"),
     "PrefersTheOlderOfEqualOnes": ("retention.latest-and-*",),
-    "PrunesInTheBackground": ("retention.*", "publish.finalize-is-*"),
+    "PrunesBeforeItReturns": ("retention.*", "publish.finalize-is-*"),
     "PublishesInTwoPhases": ("publish.finalize-before-*", "publish.saves-*", "writers.one-publisher"),
     "RefusesADamagedCheckpoint": ("crash.torn-*", "crash.bit-*"),
     "RenamesItsCompanions": ("writers.replicated-*", "writers.visible-*", "writers.one-writer-*"),

@@ -38,7 +38,7 @@ def power_loss(history: History, check: Check) -> None:
 
     Seen: NVIDIA/NVFlare#5011.
     """
-    first, again, _ = history.generations
+    first, again, *_ = history.generations
     point = _point(first)
     saved = returned_step(first)
     if not check(saved, f"{point}: no save had returned before"):
@@ -53,7 +53,7 @@ def power_loss(history: History, check: Check) -> None:
 
 
 def _goes_on(history: History, check: Check, point: str) -> None:
-    first, again, third = history.generations
+    first, again, *more = history.generations
     if again.failure:
         check(False, f"{point}: {why(again)}")
         return
@@ -72,11 +72,14 @@ def _goes_on(history: History, check: Check, point: str) -> None:
         if trained.step == seen + 1:
             expected, found = trained.everything(), again.snapshot("trained", seen + 1).everything()
             check.same(expected, found, f"{point}: silently differs: step {seen + 1} after the resume")
-    if third.failure:
-        check(False, f"{point}, resumed, saved and ended: {why(third)}")
-        return
-    last = resumed_step(third)
-    check(last == seen + 1, f"{point}, resumed and saved step {seen + 1}: lost work: the next resume came back at step {last}")
+    for third in more:
+        if third.failure:
+            check(False, f"{point}, resumed, saved and ended: {why(third)}")
+            return
+        last = resumed_step(third)
+        check(
+            last == seen + 1, f"{point}, resumed and saved step {seen + 1}: lost work: the next resume came back at step {last}"
+        )
 
 
 @contract(cases=CRASHED_SAVES, needs=NEEDS)

@@ -1,4 +1,4 @@
-"""What the lab saves: one generation, and a whole suite of checks, beside cold torchruns of the same work.
+"""What the lab saves, beside cold torchruns of the same work and beside ckpt-chaos.
 
     python -m contracts.lab.benchmark
 
@@ -8,12 +8,18 @@ medians, their ratio, and the share of the lab's time that the ranks themselves 
 Checks: every contract judges one case of its kind in a world of two, and what a kind's contracts share is run once.
 Beside it, each of these checks as a test of its own that launches its generations with torchrun: their number, times what
 such a launch took in the same run.
+
+Crash points: DCP saves in two ranks, killed at each file event and resumed, one at a time; by `contracts.crash_points`, and
+by ckpt-chaos 0.1.8 (`pip install ckpt-chaos`) between two such rounds. Each rate is of points, without control runs, and of
+all the time that they took, ours once the parent was warm.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -24,6 +30,7 @@ from pathlib import Path
 
 from contracts.bindings.known import resolve
 from contracts.case import Case, Generation, Save, Train
+from contracts.crash_points import visit
 from contracts.lab.lab import Lab
 from contracts.suite import PROFILES, Suite, select
 
@@ -34,6 +41,7 @@ WARM_UP, ROUNDS = 2, 7
 
 def main() -> int:
     _checks(_generation())
+    _crash_points()
     return 0
 
 
@@ -80,6 +88,41 @@ def _checks(cold_seconds: float) -> None:
     print(f"  through the suite  {seconds / checks:6.2f} s a check, {seconds / len(chosen):.2f} s a contract")
     each = cold_seconds * launches / checks
     print(f"  cold torchruns     {each:6.2f} s a check   {each * checks / seconds:.1f} times as long")
+
+
+def _crash_points() -> None:
+    """Print the third part."""
+    if importlib.util.find_spec("ckpt_chaos") is None:
+        print("crash points: ckpt-chaos is not installed here, so there is nothing to put beside ours")
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        first = _our_points(Path(directory) / "first")
+        started = time.perf_counter()
+        its = subprocess.run(
+            [sys.executable, "-m", "ckpt_chaos", "bench", "dcp_ddp", "--ranks", "2", "--jobs", "1"],
+            cwd=directory,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
+        seconds = time.perf_counter() - started
+        found = re.search(r"(\d+) save events", its.stdout)
+        if found is None:
+            raise RuntimeError(f"ckpt-chaos counted no save events:\n{its.stdout}\n{its.stderr}")
+        second = _our_points(Path(directory) / "second")
+    ours = 60 * (first[0] + second[0]) / (first[1] + second[1])
+    theirs = 60 * int(found[1]) / seconds
+    print("crash points of DCP saves in two ranks, resume included, one at a time")
+    print(f"  through the lab    {ours:6.1f} a minute   {first[0]} points, twice; {ours / theirs:.1f} times as many")
+    print(f"  ckpt-chaos         {theirs:6.1f} a minute   {found[1]} points")
+
+
+def _our_points(directory: Path) -> tuple[int, float]:
+    """How many points, and the seconds they took once the parent was warm, their control run included."""
+    with Lab(IMPLEMENTATION, directory=directory) as lab:
+        lab.about()
+        started = time.perf_counter()
+        return len(list(visit(lab, 2, "sync"))), time.perf_counter() - started
 
 
 def _own_seconds(evidence: Path) -> float:

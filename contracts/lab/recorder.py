@@ -97,7 +97,6 @@ class Recorder:
         save_file(tensors, self.directory / "states" / file)
         self.event("state", label=label, step=impl.step, file=file, places=places, numbers=numbers, **_small_state(impl, names))
 
-
     def _offset(self, value: DTensor) -> tuple[int, ...]:
         """Where this rank's shard begins, found once for each layout."""
         layout = value.shape, value.device_mesh, value.placements

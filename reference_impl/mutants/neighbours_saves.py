@@ -7,7 +7,6 @@ import json
 import os
 import uuid
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,29 +89,12 @@ class PointsWithAFile(Reference):
 
 
 @neighbour
-class PrunesInTheBackground(Reference):
-    """Removes old checkpoints in a thread, and hears of what went wrong there before its next save."""
+class PrunesBeforeItReturns(Reference):
+    """Removes old checkpoints before `save` or `finalize` returns, and raises where it cannot."""
 
     class checkpointer_class(Checkpointer):
-        pruning: Future[None] | None = None
-
         def prune(self) -> None:
-            self.settle()
-            if self.runtime.rank == 0:
-                pool = ThreadPoolExecutor(1)
-                self.pruning = pool.submit(self.remove_old)
-                pool.shutdown(wait=False)
-
-        def settle(self) -> None:
-            everywhere(self.runtime, "removing old checkpoints", lambda: self.pruning and self.pruning.result())
-
-        def begin(self, step: int) -> Path | None:
-            self.settle()
-            return super().begin(step)
-
-        def close(self) -> None:
-            super().close()
-            self.settle()
+            on_rank_zero(self.runtime, "removing old checkpoints", self.remove_old)
 
 
 @neighbour

@@ -26,6 +26,7 @@ def faults(folder: Path) -> None:
 
 def expect(trainer: Trainer, *names: str) -> None:
     """Assert that these checkpoints stand, begun ones among them; no rank goes on before all have looked."""
+    trainer.checkpointer.settle()
     dist.barrier()
     seen = sorted(path.name for path in trainer.checkpointer.root.glob("*step_*"))
     dist.barrier()

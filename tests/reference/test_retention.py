@@ -1,10 +1,14 @@
 """Which checkpoints the reference keeps: the newest, and the best in one total order."""
 
 import json
+import shutil
+import threading
+from types import SimpleNamespace
 
 import pytest
 
 from reference_impl import published
+from reference_impl.checkpoint import Checkpointer
 from reference_impl.config import Config, ConfigError
 from reference_impl.retention import ABOUT, Retention
 
@@ -49,3 +53,40 @@ def test_a_mode_that_would_keep_the_worst_is_refused():
     with pytest.raises(ConfigError, match="best_mode=max would keep the worst"):
         Config(keep_best=1, best_mode="max")
     Config(keep_best=1, best_metric="mrr@10", best_mode="max")
+
+
+def alone(root, latest=1):
+    """Rank 0's checkpointer; what is tested of it talks to nobody."""
+    return Checkpointer(root, SimpleNamespace(rank=0, world=1), keep=Retention(latest=latest))
+
+
+def test_old_checkpoints_are_removed_behind_training(tmp_path, monkeypatch):
+    whole(tmp_path, losses=[0.5, 0.2])
+    may, really = threading.Event(), shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda *args, **how: may.wait(10) and really(*args, **how))
+    checkpointer = alone(tmp_path)
+    checkpointer.prune()
+    assert checkpointer.removing.is_alive()  # and `prune` has returned
+    may.set()
+    checkpointer.settle()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_2"]
+
+
+def test_what_cannot_be_removed_is_shown_and_tried_again(tmp_path, monkeypatch, capsys):
+    whole(tmp_path, losses=[0.5, 0.2, 0.3])
+    really = shutil.rmtree
+
+    def fails(path, ignore_errors=False):
+        if not ignore_errors:
+            raise OSError(16, "Device or resource busy", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", fails)
+    checkpointer = alone(tmp_path)
+    checkpointer.prune()
+    checkpointer.settle()
+    assert "could not remove" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["deleting_step_1", "deleting_step_2", "step_3"]
+    monkeypatch.setattr(shutil, "rmtree", really)
+    for path in published.leftovers(tmp_path):
+        published.remove_or_say(path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_3"]
