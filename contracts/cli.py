@@ -160,7 +160,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.no_shrink:
         profile = replace(profile, shrink_seconds=0.0)
     minutes = options.minutes or (60.0 if options.profile == "nightly" else None)
-    line = _Progress()
+    line, stories = _Progress(), text.Stories()
     seeds: list[int] = []
     with _lab(target, options, line) as lab:
         line(f"importing {target.implementation}")
@@ -179,11 +179,11 @@ def _run(options: argparse.Namespace) -> int:
         def told(suite: Suite, contract: Contract, verdict: Verdict) -> None:
             line.end(f"{text.mark(verdict.verdict):14}  {verdict.name}")
             if verdict.verdict in ("broken", "unknown"):
-                line.end(text.story(verdict))
+                line.end(stories(verdict))
             if verdict.verdict == "broken" and profile.shrink_seconds:
                 smaller = suite.smaller(contract, verdict)
                 if smaller is not None:
-                    line.end("A smaller case of the same:\n" + text.story(smaller))
+                    line.end("A smaller case of the same:\n" + stories(smaller))
 
         if minutes:
             verdicts = judge_for(60 * minutes, chosen, replace(profile, seed=None), make_suite, told, round_begins)

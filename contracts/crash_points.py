@@ -27,7 +27,7 @@ from contracts.history import GenerationHistory, History
 from contracts.judging import REGISTRY
 from contracts.lab.lab import Lab
 from contracts.saves import kill_point
-from contracts.strategies import crash_case, power_case
+from contracts.strategies.saves import crash_case, power_case
 
 NEVER = 1_000_000
 """No save has that many file events, so a kill there does not strike: that is the control run."""

@@ -185,22 +185,34 @@ class Implementation:
             `loss`, the mean over the global batch, as a float; optionally `lr`, the rate this step used, and `samples`,
             the ids of the records this rank consumed.
         """
-        raise NotImplementedError(f"{type(self).__name__} declares TRAIN and has no train_step")
+        raise NotImplementedError
 
     def save(self, *, final: bool = False) -> None:
         """Save a checkpoint of the present step; `final` marks the deliberate end of the run."""
-        raise NotImplementedError(f"{type(self).__name__} declares TRAIN and has no save")
+        raise NotImplementedError
 
     def finalize(self) -> None:
         """Complete and publish whatever save is in flight; a stack whose saves are synchronous has nothing to do."""
 
     def resume(self) -> None:
         """Restore the newest whole checkpoint under `place.root`."""
-        raise NotImplementedError(f"{type(self).__name__} declares RESUME and has no resume")
+        raise NotImplementedError
 
     def key_mapping(self, published: PublishedNames) -> KeyMapping | None:
         """Return the mapping for the model of `published`, weights on the meta device; None for a model not supported."""
-        raise NotImplementedError(f"{type(self).__name__} declares KEY_MAPPING and has no key_mapping")
+        raise NotImplementedError
 
     def close(self) -> None:
         """Let go of background workers; called at the end of each generation that reached its end."""
+
+
+OWED = {Capability.TRAIN: ("train_step", "save"), Capability.RESUME: ("resume",), Capability.KEY_MAPPING: ("key_mapping",)}
+"""What a stack that declares a capability has to write."""
+
+
+def require_owed(implementation: type[Implementation]) -> None:
+    """Raise TypeError where a stack declares a capability and lacks a method that it takes."""
+    for capability, methods in OWED.items():
+        for method in methods if capability in implementation.capabilities else ():
+            if getattr(implementation, method) is getattr(Implementation, method):
+                raise TypeError(f"{implementation.__name__} declares {capability.name} and has no method {method!r}")

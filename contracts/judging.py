@@ -17,7 +17,7 @@ import torch
 from contracts.checkpoint_dir import CheckpointDirectory
 from contracts.history import History, MissingEvidence, first_difference
 from contracts.implementation import Capability
-from contracts.strategies import Cases
+from contracts.strategies.drawing import Cases
 
 VerdictName = Literal["kept", "broken", "unknown", "not-applicable", "not-run"]
 

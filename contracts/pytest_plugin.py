@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from contracts.bindings.known import Target
     from contracts.implementation import Implementation
     from contracts.judging import Contract
+    from contracts.report.text import Stories
     from contracts.suite import Profile, Suite, Verdict
 
 # pytest loads this module in every run of every project that has it installed: torch, hypothesis and the catalogue are
@@ -99,15 +100,17 @@ class _Declared:
 
         Raises:
             ValueError: nothing has that name, or no other process could import the class.
+            TypeError: the class lacks a method that it owes.
         """
         from contracts.bindings.known import Target, resolve
-        from contracts.implementation import Implementation
+        from contracts.implementation import Implementation, require_owed
 
         if isinstance(self.implementation, str):
             target, home = resolve(self.implementation), None
         else:
             if not issubclass(self.implementation, Implementation):
                 raise ValueError(f"{self.implementation.__name__} is no subclass of contracts.Implementation")
+            require_owed(self.implementation)
             name, home = _importable(self.implementation)
             target = Target(name, name)
         return dataclasses.replace(target, known={**target.known, **self.known}), home
@@ -220,7 +223,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     try:
         declared.target()
         names = list(declared.chosen())
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise pytest.Collector.CollectError(f"{metafunc.definition.name}: {error}") from error
     metafunc.parametrize("contract", names, ids=names)
 
@@ -236,6 +239,7 @@ class _Session:
 
     def judged(self, declared: _Declared, tmp_path_factory: pytest.TempPathFactory) -> _Judged:
         from contracts.lab.lab import Lab
+        from contracts.report.text import Stories
         from contracts.suite import PROFILES, Suite
 
         target, home = declared.target()
@@ -258,7 +262,7 @@ class _Session:
             suite = Suite(
                 target, profile=profile, worlds=worlds, device=device, directory=self.config.rootpath / ".contracts", lab=lab
             )
-            self._suites[key] = _Judged(suite, device, self._replay_prefix(paths))
+            self._suites[key] = _Judged(suite, device, self._replay_prefix(paths), Stories())
         return self._suites[key]
 
     def turn(self, count: int) -> int:
@@ -272,7 +276,8 @@ class _Session:
         here, project = self.config.invocation_params.dir, self.config.rootpath
         needed = [path for path in paths if path != here and path.is_relative_to(project)]
         shown = os.pathsep.join(str(path.relative_to(here)) if path.is_relative_to(here) else str(path) for path in needed)
-        return f"PYTHONPATH={shlex.quote(shown)} " if shown else ""
+        theirs = os.environ.get("PYTHONPATH")
+        return f"PYTHONPATH={shlex.quote(os.pathsep.join(filter(None, [shown, theirs])))} " if shown else ""
 
     def close(self) -> None:
         for judged in self._suites.values():
@@ -294,6 +299,7 @@ class _Judged:
     suite: Suite
     device: str
     replay_prefix: str
+    stories: Stories
     trouble: str | None = None
 
 
@@ -316,7 +322,6 @@ def _paths(home: Path | None) -> list[Path]:
 def _judge(declared: _Declared, name: str, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
     from contracts.judging import REGISTRY
     from contracts.lab.lab import LabError
-    from contracts.report import text
     from contracts.suite import Verdict
 
     session, contract = request.config.stash[_SESSION], REGISTRY[name]
@@ -336,11 +341,11 @@ def _judge(declared: _Declared, name: str, request: pytest.FixtureRequest, tmp_p
         _import(judged)
         missing = _run(session, suite, contract)
         verdict = suite.verdict(contract)
-        story = text.story(verdict) if verdict.verdict in ("broken", "unknown") else ""
+        story = judged.stories(verdict) if verdict.verdict in ("broken", "unknown") else ""
         if verdict.verdict == "broken" and reason is None and suite.profile.shrink_seconds:
             smaller = suite.smaller(contract, verdict)
             if smaller is not None:
-                story += f"\n\nA smaller case of the same:\n{text.story(smaller)}"
+                story += f"\n\nA smaller case of the same:\n{judged.stories(smaller)}"
     except LabError as error:
         verdict = Verdict(name, "unknown", message=f"the lab could not run {suite.target.name}: {str(error).splitlines()[0]}")
         story = f"UNKNOWN  {name}\n  the lab could not run {suite.target.name}:\n{error}"

@@ -30,7 +30,8 @@ from contracts.case import (
     Train,
 )  # fmt: skip
 from contracts.implementation import Capability, Layout
-from contracts.strategies import INTERRUPTED_RUNS, MAPPINGS, SAVED_RUNS, Cases, Scope
+from contracts.strategies.drawing import Cases, Scope
+from contracts.strategies.runs import INTERRUPTED_RUNS, MAPPINGS, SAVED_RUNS
 from contracts.suite import PROFILES
 
 EVERYTHING = Scope(frozenset(Capability), Layout(companions=("tokenizer.json", "config.json")))

@@ -14,8 +14,9 @@ from contracts.case import Case, Generation, Train
 from contracts.census import Census, census
 from contracts.cli import main
 from contracts.history import Event, History, Shard, State
-from contracts.implementation import Capability, Layout
+from contracts.implementation import Capability, Layout, require_owed
 from contracts.judging import REGISTRY
+from contracts.report.text import Stories
 from contracts.rounds import added
 from contracts.suite import Verdict
 from contracts.trainer import CheckpointerOnly
@@ -77,8 +78,37 @@ def test_a_run_with_minutes_draws_afresh_and_tries_what_failed_before_first(run,
     assert verdicts["precision.moments-survive-resume"]["census"]["tensors"] > 0
     kept = list((tmp_path / ".contracts" / "failures" / MUTANT).rglob("*.json"))
     assert [path.parent.name for path in kept] == ["precision.moments-survive-resume"]
-    again = run(*arguments, "--minutes", "0.02")
+    (older := kept[0].with_name("older.json")).write_text("{}")
+    with pytest.warns(UserWarning, match=f"passing over a case that failed before: .*{older.name}: it is no case"):
+        again = run(*arguments, "--minutes", "0.02")
     assert Path(json.loads((tmp_path / "report.json").read_text())["contracts"][0]["case_file"]).stem == kept[0].stem, again.err
+
+
+# --- stories ---------------------------------------------------------------------------------------------------------
+
+TRACEBACK = """\
+  Traceback (most recent call last):
+    File "/home/me/contracts/lab/rank.py", line 178, in _take
+      implementation.resume()
+    File "/home/me/.venv/lib/python3.11/site-packages/torch/serialization.py", line 776, in __init__
+      super().__init__(open(name, mode))
+                       ^^^^^^^^^^^^^^^^
+  FileNotFoundError: rng_dp_rank_1.pt"""
+
+
+def test_one_cause_is_told_once_and_short():
+    stories = Stories()
+    names = "resume.trajectory", "resume.counters"
+    first, second = (stories(Verdict(name, "broken", message=f"rank 1 raised\n{TRACEBACK}\nthen: rank 0")) for name in names)
+    assert '    Traceback (most recent call last):\n      File "torch/serialization.py", line 776, in __init__' in first
+    assert "rank.py" not in first and "^^^" not in first and "FileNotFoundError: rng_dp_rank_1.pt" in first
+    assert "  rank 1 raised\n  then: rank 0\n    the traceback stands under resume.trajectory, above" in second
+    assert "Traceback" not in second
+
+
+def test_a_path_in_a_story_stays_whole():
+    path = "/somewhere/" + "deep-er/" * 20 + "file"
+    assert path in Stories()(Verdict("resume.trajectory", "broken", message=f"{path} is gone"))
 
 
 # --- rounds and censuses ---------------------------------------------------------------------------------------------
@@ -135,6 +165,19 @@ def test_a_layout_is_refused_that_would_be_misread():
 def test_a_capability_is_refused_that_is_none_or_that_the_layout_does_not_bear_out(declared, said):
     with pytest.raises(TypeError, match=re.escape(said)):
         type("Ours", (CheckpointerOnly,), {"capabilities": declared})
+
+
+@pytest.mark.parametrize(
+    ("declared", "said"),
+    [
+        ({"train"}, "Ours declares TRAIN and has no method 'save'"),
+        ({"resume"}, "Ours declares RESUME and has no method 'resume'"),
+    ],
+)
+def test_a_stack_that_lacks_a_method_it_owes_is_refused_before_anything_runs(declared, said):
+    with pytest.raises(TypeError, match=said):
+        require_owed(type("Ours", (CheckpointerOnly,), {"capabilities": declared}))
+    require_owed(type("Ours", (CheckpointerOnly,), {"capabilities": set()}))
 
 
 def test_capabilities_may_be_written_as_strings():

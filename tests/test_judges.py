@@ -15,7 +15,7 @@ from contracts.checkpoint_dir import CheckpointDirectory, StoredTensor
 from contracts.history import Event, History, MissingEvidence, Shard, Snapshot, State, first_difference
 from contracts.implementation import Layout
 from contracts.judging import REGISTRY, Check, Contract, Judgement
-from contracts.strategies import MAPPINGS
+from contracts.strategies.runs import MAPPINGS
 from contracts.torchrun import RankOutcome
 
 RANKS = 2

@@ -40,17 +40,8 @@ from contracts.case import (
 )  # fmt: skip
 from contracts.history import Event, History, State
 from contracts.implementation import Capability
-from contracts.strategies import (
-    CHAINED_RUNS,
-    DRIFTED_RUNS,
-    FRESH_LOADS,
-    HALVED,
-    MASTERS,
-    PLAIN,
-    SAVED_AND_NOT,
-    TINY_RATE,
-    Scope,
-)  # fmt: skip
+from contracts.strategies.drawing import Scope
+from contracts.strategies.runs import CHAINED_RUNS, DRIFTED_RUNS, FRESH_LOADS, HALVED, MASTERS, PLAIN, SAVED_AND_NOT, TINY_RATE
 from contracts.suite import PROFILES
 from reference_impl.masters import MasterAdamW
 

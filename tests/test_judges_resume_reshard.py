@@ -7,22 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from test_judges import assert_broken, assert_kept, judge
 
 import contracts.catalog  # noqa: F401  fills the registry
 from contracts.case import Case, Data, Draw, Finalize, Generation, Model, Resume, Retune, Save, Train
 from contracts.checkpoint_dir import CheckpointDirectory, StoredTensor
 from contracts.history import Event, History, Shard, State
 from contracts.implementation import Capability
-from contracts.judging import REGISTRY, Judgement
-from contracts.strategies import (
+from contracts.strategies.drawing import Cases, Scope
+from contracts.strategies.worlds import (
     CONTINUED_RUNS,
     MESH_CHANGES,
     ODD_RUNS,
     PARTLY_TRAINED_RUNS,
     REGROUPED_RUNS,
     RESHARDED_RUNS,
-    Cases,
-    Scope,
 )
 
 WEIGHT, NORM = "model.layers.0.weight", "model.norm.weight"
@@ -30,21 +29,6 @@ NOTHING: dict[str, Any] = {}
 
 
 # --- words to write a history with -----------------------------------------------------------------------------------
-
-
-def judge(name: str, history: History) -> Judgement:
-    return REGISTRY[name](history)
-
-
-def assert_broken(judgement: Judgement, *words: str) -> None:
-    assert judgement.verdict == "broken", judgement
-    for word in words:
-        assert word in judgement.message, judgement.message
-
-
-def assert_kept(judgement: Judgement) -> None:
-    assert judgement.verdict == "kept", judgement
-    assert judgement.evidence > 0
 
 
 def whole(seed: int) -> dict[str, torch.Tensor]:

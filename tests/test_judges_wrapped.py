@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_judges import assert_broken, judge
 
 import contracts.catalog  # noqa: F401  fills the registry
 from contracts.case import Case, Finalize, Generation, Model, Resume, Save, Train
 from contracts.checkpoint_dir import CheckpointDirectory, StoredTensor
 from contracts.history import Event, History, Shard, State
 from contracts.implementation import Capability
-from contracts.judging import REGISTRY, Judgement
-from contracts.strategies import INTERRUPTED_RUNS, KEPT_WHOLE, WRAPPED_RUNS, Scope
+from contracts.strategies.drawing import Scope
+from contracts.strategies.runs import INTERRUPTED_RUNS
+from contracts.strategies.worlds import KEPT_WHOLE, WRAPPED_RUNS
 
 BLOCK = "model.layers.0.up.weight"
-
-
-def judge(name: str, history: History) -> Judgement:
-    return REGISTRY[name](history)
-
-
-def assert_broken(judgement: Judgement, *words: str) -> None:
-    assert judgement.verdict == "broken", judgement
-    for word in words:
-        assert word in judgement.message, judgement.message
 
 
 def states(label: str, step: int, *gains: float, moment: float = 0.5, **small: object) -> list[State]:

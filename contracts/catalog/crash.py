@@ -10,7 +10,7 @@ from contracts.implementation import Capability, Layout
 from contracts.judging import Check, NotApplicable, contract
 from contracts.lab.tamper import LITTER
 from contracts.saves import kill_point, newest, resumed_step, returned_step, step_of, whole_steps, why
-from contracts.strategies import CRASHED_SAVES, DAMAGED_CHECKPOINTS, FAILED_SAVES, POWER_LOSSES
+from contracts.strategies.saves import CRASHED_SAVES, DAMAGED_CHECKPOINTS, FAILED_SAVES, POWER_LOSSES
 
 NEEDS = {Capability.TRAIN, Capability.RESUME, Capability.PUBLISH}
 

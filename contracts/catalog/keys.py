@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contracts.history import Event, History
 from contracts.implementation import Capability
 from contracts.judging import Check, NotApplicable, contract
-from contracts.strategies import MAPPINGS
+from contracts.strategies.runs import MAPPINGS
 
 
 @contract(cases=MAPPINGS, needs={Capability.KEY_MAPPING})

@@ -9,7 +9,7 @@ import torch
 from contracts.history import History, MissingEvidence, State, first_difference, same_bits, without_room
 from contracts.implementation import Capability
 from contracts.judging import Check, contract
-from contracts.strategies import DRIFTED_RUNS, FRESH_LOADS, INTERRUPTED_RUNS, SAVED_AND_NOT
+from contracts.strategies.runs import DRIFTED_RUNS, FRESH_LOADS, INTERRUPTED_RUNS, SAVED_AND_NOT
 
 
 @contract(cases=INTERRUPTED_RUNS, needs={Capability.TRAIN, Capability.RESUME})

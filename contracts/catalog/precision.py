@@ -14,7 +14,7 @@ from contracts.history import GenerationHistory, History, Snapshot, State
 from contracts.implementation import Capability
 from contracts.judging import Check, NotApplicable, contract, require_readable
 from contracts.saves import names
-from contracts.strategies import CHAINED_RUNS, DRIFTED_RUNS, INTERRUPTED_RUNS, TINY_RATE
+from contracts.strategies.runs import CHAINED_RUNS, DRIFTED_RUNS, INTERRUPTED_RUNS, TINY_RATE
 
 ADAM_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 

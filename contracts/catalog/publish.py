@@ -11,7 +11,8 @@ from contracts.history import GenerationHistory, History, MissingEvidence
 from contracts.implementation import Capability
 from contracts.judging import Check, NotApplicable, contract, require_readable
 from contracts.saves import names, publishes, resumed_step, step_of, whole_steps, why
-from contracts.strategies import FAILED_SAVES, PRESSED_SAVES, SAVED_RUNS, SHARDS
+from contracts.strategies.runs import SAVED_RUNS
+from contracts.strategies.saves import FAILED_SAVES, PRESSED_SAVES, SHARDS
 
 
 @contract(cases=SAVED_RUNS, needs={Capability.TRAIN, Capability.PUBLISH})

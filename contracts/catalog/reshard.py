@@ -11,7 +11,7 @@ from contracts.checkpoint_dir import StoredTensor
 from contracts.history import GenerationHistory, History, Snapshot
 from contracts.implementation import Capability
 from contracts.judging import Check, contract
-from contracts.strategies import KEPT_WHOLE, MESH_CHANGES, RESHARDED_RUNS
+from contracts.strategies.worlds import KEPT_WHOLE, MESH_CHANGES, RESHARDED_RUNS
 
 ACROSS_WORLDS = 1e-3
 """How far a loss may be from the uninterrupted one, as a part of it, in the steps after the world has changed.

@@ -10,7 +10,8 @@ from contracts.history import GenerationHistory, History, MissingEvidence, Snaps
 from contracts.implementation import Capability
 from contracts.judging import Check, contract, require_readable
 from contracts.saves import names
-from contracts.strategies import CONTINUED_RUNS, INTERRUPTED_RUNS, ODD_RUNS, PARTLY_TRAINED_RUNS, REGROUPED_RUNS, WRAPPED_RUNS
+from contracts.strategies.runs import INTERRUPTED_RUNS
+from contracts.strategies.worlds import CONTINUED_RUNS, ODD_RUNS, PARTLY_TRAINED_RUNS, REGROUPED_RUNS, WRAPPED_RUNS
 
 
 @contract(cases=INTERRUPTED_RUNS, needs={Capability.TRAIN, Capability.RESUME})

@@ -6,7 +6,7 @@ from contracts.history import GenerationHistory, History
 from contracts.implementation import Capability
 from contracts.judging import Check, NotApplicable, contract
 from contracts.saves import kill_point, publishes, ranked, resumed_step, resumes_of, step_of, whole_steps, why
-from contracts.strategies import RANKED_RUNS, RETAINED_RUNS
+from contracts.strategies.saves import RANKED_RUNS, RETAINED_RUNS
 
 NEEDS = {Capability.TRAIN, Capability.RESUME, Capability.PUBLISH, Capability.RETENTION}
 

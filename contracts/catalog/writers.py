@@ -11,7 +11,8 @@ from contracts.history import Event, GenerationHistory, History, MissingEvidence
 from contracts.implementation import Capability
 from contracts.judging import Check, NotApplicable, contract
 from contracts.saves import step_of
-from contracts.strategies import DIFFERENT_VIEWS, FAILED_SAVES, SAVED_RUNS
+from contracts.strategies.runs import SAVED_RUNS
+from contracts.strategies.saves import DIFFERENT_VIEWS, FAILED_SAVES
 
 
 @contract(cases=SAVED_RUNS, needs={Capability.TRAIN, Capability.COMPANIONS})

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from contracts import case as steps
-from contracts.implementation import Capability, Implementation, Place
+from contracts.implementation import Capability, Implementation, Place, require_owed
 from contracts.lab.blind import blindfold
 from contracts.lab.file_events import JOB_VARIABLE, FileEvents
 from contracts.lab.recorder import Recorder, reductions, watch_loads, watch_reductions
@@ -34,7 +34,7 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=20)
 
 
 def load(name: str) -> type[Implementation]:
-    """Import `module:Class`; raises ImportError, or TypeError where it is no Implementation."""
+    """Import `module:Class`; raises ImportError, or TypeError where it is no whole Implementation."""
     module, _, attribute = name.partition(":")
     imported = importlib.import_module(module)
     found = getattr(imported, attribute or "", None)
@@ -42,6 +42,7 @@ def load(name: str) -> type[Implementation]:
         its = {k: v for k, v in vars(imported).items() if isinstance(v, type) and issubclass(v, Implementation)}
         have = ", ".join(k for k, v in its.items() if v.__module__ == module) or "none"
         raise TypeError(f"{module} has no implementation {attribute!r}; it has: {have}. Name module:Class")
+    require_owed(found)
     return found
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from contracts.case import Case
 from contracts.census import Census
@@ -13,6 +15,8 @@ from contracts.judging import REGISTRY
 from contracts.suite import Verdict
 
 WIDTH = 112
+WRAPPING: dict[str, Any] = {"replace_whitespace": False, "break_long_words": False, "break_on_hyphens": False}
+"""A path stays in one piece, to be copied."""
 
 
 def table(verdicts: Sequence[Verdict], known: dict[str, str] | None = None) -> str:
@@ -54,19 +58,49 @@ def mark(verdict: str) -> str:
     return verdict if verdict in ("kept", "not-applicable", "not-run") else verdict.upper()
 
 
-def story(verdict: Verdict) -> str:
-    """A verdict that is broken or unknown, in full: statement, what was seen, the case, how to replay it, who saw it before."""
-    contract = REGISTRY[verdict.name]
-    lines = [f"{verdict.verdict.upper()}  {verdict.name}"]
-    lines += _wrapped(contract.statement)
-    lines += _wrapped(verdict.message)
-    if verdict.case_file:
-        script = str(Case.read(Path(verdict.case_file))).splitlines()
-        lines += [f"  {'case' if number == 0 else '':7} {line}" for number, line in enumerate(script)]
-        lines.append(f"  replay  {verdict.replay}")
-    if contract.seen:
-        lines.append(f"  seen    {', '.join(contract.seen)}")
-    return "\n".join(lines)
+class Stories:
+    """Tells verdicts that are broken or unknown in full, and of one cause the details once."""
+
+    def __init__(self) -> None:
+        self.told: dict[str, str] = {}
+
+    def __call__(self, verdict: Verdict) -> str:
+        """Statement, what was seen, the case, how to replay it, and who saw it before."""
+        contract = REGISTRY[verdict.name]
+        said, details = _parts(verdict.message)
+        first = self.told.setdefault("\n".join(details), verdict.name)
+        lines = [f"{verdict.verdict.upper()}  {verdict.name}"]
+        lines += _wrapped(contract.statement)
+        lines += _wrapped(said)
+        if first == verdict.name:
+            lines += [f"    {line}" for line in details]
+        elif details:
+            lines.append(f"    the traceback stands under {first}, above")
+        if verdict.case_file:
+            script = str(Case.read(Path(verdict.case_file))).splitlines()
+            lines += [f"  {'case' if number == 0 else '':7} {line}" for number, line in enumerate(script)]
+            lines.append(f"  replay  {verdict.replay}")
+        if contract.seen:
+            lines.append(f"  seen    {', '.join(contract.seen)}")
+        return "\n".join(lines)
+
+
+def _parts(message: str) -> tuple[str, list[str]]:
+    """A message's sentences, and the lines of the tracebacks or logs in it, without what a reader skips."""
+    said, details, ours = [], [], False
+    for line in message.splitlines():
+        if not line.startswith("  "):
+            said.append(textwrap.shorten(line, 300, placeholder=" …") if line.startswith(("then:", "also:")) else line)
+            continue
+        line = line[2:]
+        if line.startswith('  File "'):
+            line = re.sub(r'File ".*/site-packages/', 'File "', line)
+            ours = re.search(r"/contracts/(torchrun|lab/rank)\.py", line) is not None
+        elif not line.startswith("    "):
+            ours = False
+        if not ours and line.strip(" ^~"):
+            details.append(line)
+    return "\n".join(said), details
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
@@ -81,6 +115,5 @@ def _wrapped(text: str) -> list[str]:
     return [
         line
         for paragraph in text.splitlines()
-        for line in textwrap.wrap(paragraph, WIDTH, initial_indent="  ", subsequent_indent="  ", replace_whitespace=False)
-        or [""]
+        for line in textwrap.wrap(paragraph, WIDTH, initial_indent="  ", subsequent_indent="  ", **WRAPPING) or [""]
     ]

@@ -1,0 +1,5 @@
+"""Which cases are drawn.
+
+Each function below describes one kind of run; contracts that name the same kind share its histories. Small means few ranks,
+layers and steps, so that a shrunk case reads at a glance.
+"""
