@@ -656,7 +656,7 @@ class Control:
         saves = [event for step in (1, 2) for event in on_every_rank("save-begins", step=step)]
         events = [attempt("mkdir", "a"), *saves, attempt("mkdir", "b"), attempt("open", "b/c"), attempt("open", "b/d", rank=1)]
         events.append(Event("flush", 0, {"operation": "fsync", "paths": ["b/c"]}))
-        return History.of(case, events, [], [])
+        return History.of(case, events)
 
 
 def test_crash_points_are_the_events_of_the_second_save_on_every_rank():
