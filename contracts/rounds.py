@@ -57,6 +57,7 @@ def added(before: Verdict, later: Verdict) -> Verdict:
         "evidence": before.evidence + later.evidence,
         "worlds": sorted({*before.worlds, *later.worlds}),
         "meshes": sorted({*before.meshes, *later.meshes}),
+        "modes": sorted({*before.modes, *later.modes}),
         "census": before.census + later.census,
         "seconds": round(before.seconds + later.seconds, 3),
     }

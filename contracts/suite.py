@@ -59,7 +59,8 @@ PROFILES = {
 class Verdict:
     """What the suite says of one contract; the fields of a report's line.
 
-    `census` counts what the histories held that `evidence` was found in; `meshes` are those of hybrid sharding among them.
+    `census` counts what the histories held that `evidence` was found in; `worlds`, `meshes` of hybrid sharding and `modes` of
+    saving are those among them.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Verdict:
     evidence: int = 0
     worlds: list[int] = field(default_factory=list)
     meshes: list[str] = field(default_factory=list)
+    modes: list[str] = field(default_factory=list)
     census: Census = field(default_factory=Census)
     seconds: float = 0.0
     message: str = ""
@@ -200,6 +202,7 @@ class Suite:
             if judgement.evidence:
                 result.worlds = sorted({*result.worlds, max(case.worlds)})
                 result.meshes = sorted({*result.meshes, *("x".join(map(str, g.mesh)) for g in case.generations if g.mesh)})
+                result.modes = sorted({*result.modes, case.checkpoint.mode})
                 result.census += self._census(history)
             if judgement.verdict == "broken" and (worst is None or worst[1].verdict != "broken"):
                 worst = case, judgement

@@ -51,8 +51,8 @@ KNOWN_FAILURES: dict[str, dict[str, str]] = {
         " (tests/confirmed/torch_dcp_cannot_resume_unused_parameters.py)",
         "resume.param-groups": "an empty group loses its settings"
         " (tests/confirmed/torch_dcp_loses_an_empty_groups_settings.py)",
-        "writers.failure-reaches-everyone": "where rank 0 cannot write a replicated file it raises before the barrier in which"
-        " the others wait; this is the user's part of the save, not DCP's",
+        "writers.failure-reaches-everyone": "rank 0, where it cannot write a replicated file, raises before the barrier in"
+        " which the others wait; this is the user's part of a save, not DCP's (tests/confirmed/torch_dcp_waits_for_rank_0.py)",
         "writers.no-local-view-branching": "each rank looks for the newest checkpoint, and DCP loads what each of them names"
         " (tests/confirmed/torch_dcp_mixes_checkpoints.py)",
     },

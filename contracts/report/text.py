@@ -45,10 +45,11 @@ def censuses(verdicts: Sequence[Verdict]) -> str:
         return ""
     names = [item.name for item in fields(Census)]
     width = max(len("kind of case"), *map(len, seen))
-    lines = ["", f"{'kind of case':{width}}  " + "  ".join(f"{name:>11}" for name in names) + "  worlds"]
+    lines = ["", f"{'kind of case':{width}}  " + "  ".join(f"{name:>11}" for name in names) + f"  {'worlds':14}  modes"]
     for kind, verdict in sorted(seen.items()):
         counts = "  ".join(f"{getattr(verdict.census, name):>11}" for name in names)
-        lines.append(f"{kind:{width}}  {counts}  {','.join([*map(str, verdict.worlds), *verdict.meshes])}")
+        worlds = ",".join([*map(str, verdict.worlds), *verdict.meshes])
+        lines.append(f"{kind:{width}}  {counts}  {worlds:14}  {','.join(verdict.modes)}")
     whole = sum((verdict.census for verdict in seen.values()), Census())
     lines.append(f"{'all':{width}}  " + "  ".join(f"{getattr(whole, name):>11}" for name in names))
     return "\n".join([*lines, ""])
