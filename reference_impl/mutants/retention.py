@@ -58,12 +58,9 @@ class CountsLeftovers(Reference):
             dist.barrier()
             return directory
 
-        def prune(self) -> None:
-            def remove_old() -> None:
-                for path in numbered(self.root, "*step_*")[: -self.keep.latest]:
-                    shutil.rmtree(path)
-
-            on_rank_zero(self.runtime, "pruning", remove_old)
+        def remove_old(self) -> None:
+            for path in numbered(self.root, "*step_*")[: -self.keep.latest]:
+                shutil.rmtree(path)
 
 
 @mutant(caught_by="retention.foreign-names-untouched")
@@ -71,14 +68,11 @@ class RemovesWhateverLooksLikeAStep(Reference):
     """Takes every directory that begins with `step_` for a checkpoint of its own when it prunes."""
 
     class checkpointer_class(Checkpointer):
-        def prune(self) -> None:
-            def remove_old() -> None:
-                keep = {path for _, path in published.whole_checkpoints(self.root)[-self.keep.latest :]}
-                for path in self.root.glob("step_*"):
-                    if path.is_dir() and path not in keep:
-                        shutil.rmtree(path)
-
-            on_rank_zero(self.runtime, "pruning", remove_old)
+        def remove_old(self) -> None:
+            keep = {path for _, path in published.whole_checkpoints(self.root)[-self.keep.latest :]}
+            for path in self.root.glob("step_*"):
+                if path.is_dir() and path not in keep:
+                    shutil.rmtree(path)
 
 
 @mutant(caught_by="retention.foreign-names-untouched")
@@ -98,13 +92,10 @@ class KeepsOneTooFew(Reference):
     """Does not count the checkpoint that was just published among those to keep."""
 
     class checkpointer_class(Checkpointer):
-        def prune(self) -> None:
-            def remove_old() -> None:
-                found = published.whole_checkpoints(self.root)
-                for _, path in found[: max(0, len(found) - max(1, self.keep.latest - 1))]:
-                    published.remove(path)
-
-            on_rank_zero(self.runtime, "pruning", remove_old)
+        def remove_old(self) -> None:
+            found = published.whole_checkpoints(self.root)
+            for _, path in found[: max(0, len(found) - max(1, self.keep.latest - 1))]:
+                published.remove(path)
 
 
 @mutant(caught_by="retention.steps-order-numerically")
@@ -142,16 +133,13 @@ class PrunesTheNewerOfEqualOnes(Reference):
     """Keeps the older of two checkpoints with equal metrics, where the pointer names the newer."""
 
     class checkpointer_class(Checkpointer):
-        def prune(self) -> None:
-            def remove_old() -> None:
-                whole = published.whole_checkpoints(self.root)
-                sign = 1 if self.keep.mode == "min" else -1
-                by_metric = sorted(whole, key=lambda found: sign * read_metric(found[1], self.keep.metric))
-                for found in whole:
-                    if found not in [*whole[-self.keep.latest :], *by_metric[: self.keep.best]]:
-                        published.remove(found[1])
-
-            on_rank_zero(self.runtime, "pruning", remove_old)
+        def remove_old(self) -> None:
+            whole = published.whole_checkpoints(self.root)
+            sign = 1 if self.keep.mode == "min" else -1
+            by_metric = sorted(whole, key=lambda found: sign * read_metric(found[1], self.keep.metric))
+            for found in whole:
+                if found not in [*whole[-self.keep.latest :], *by_metric[: self.keep.best]]:
+                    published.remove(found[1])
 
 
 @mutant(caught_by="retention.latest-and-best-kept")
@@ -159,12 +147,9 @@ class PrunesTheBest(Reference):
     """Keeps the newest checkpoints, whatever their metric."""
 
     class checkpointer_class(Checkpointer):
-        def prune(self) -> None:
-            def remove_old() -> None:
-                for _, path in published.whole_checkpoints(self.root)[: -self.keep.latest]:
-                    published.remove(path)
-
-            on_rank_zero(self.runtime, "pruning", remove_old)
+        def remove_old(self) -> None:
+            for _, path in published.whole_checkpoints(self.root)[: -self.keep.latest]:
+                published.remove(path)
 
 
 @mutant(caught_by="retention.latest-and-best-kept")
