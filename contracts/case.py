@@ -262,12 +262,15 @@ class Fail:
     Every open for writing, directory and link raises `error` from then on, as on a full disk that stays full. Opens are
     counted from the beginning of the `save`-th save (1 is the first), in each process of the rank for itself. Every rank
     may raise in such a generation: it says so, waits for the others to answer, and goes.
+
+    "SIGKILL" is not raised but kills, as the kernel does when memory runs out: a process that writes for the rank, right
+    before that open. The rank's own opens go well.
     """
 
     rank: int
     at: str = ""
     event: int = 0
-    error: Literal["ENOSPC", "EIO", "EACCES"] = "ENOSPC"
+    error: Literal["ENOSPC", "EIO", "EACCES", "SIGKILL"] = "ENOSPC"
     save: int = 1
 
 
@@ -440,6 +443,8 @@ def _phrase(item: Step | Fault) -> str:
             return f"power lost at file {where}, and unflushed {item.lost} with it"
         case Blind():
             return f"rank {item.rank} does not see {item.at}"
+        case Fail(error="SIGKILL"):
+            return f"a writer of rank {item.rank} killed at open {item.event} of save {item.save}, at {item.at or 'any path'}"
         case Fail():
             return f"{item.error} on rank {item.rank} from open {item.event} of save {item.save} on, at {item.at or 'any path'}"
         case Tamper():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from contracts.case import Checkpoint, Kill, PowerLoss
+from contracts.case import Checkpoint, Fail, Kill, PowerLoss
 from contracts.checkpoint_dir import CheckpointDirectory
 from contracts.history import Event, GenerationHistory, History
 from contracts.implementation import Layout
@@ -97,3 +97,14 @@ def kill_point(generation: GenerationHistory) -> str | None:
 
 def resumes_of(history: History) -> list[tuple[GenerationHistory, GenerationHistory]]:
     return list(zip(history.generations, history.generations[1:], strict=False))
+
+
+def failed_write(generation: GenerationHistory, at: str = "") -> tuple[str, str] | None:
+    """The first path, of those in which `at` is found, that a rank or its writer could not write, and that in words."""
+    errors = {fault.rank: fault.error for fault in generation.case.faults if isinstance(fault, Fail)}
+    for line in generation.fired:
+        path = line["paths"][0]
+        if line["fault"] == "Fail" and re.search(at, path):
+            what = "'s writer was killed before it wrote" if errors[line["rank"]] == "SIGKILL" else " could not write"
+            return path, f"rank {line['rank']}{what} {path}"
+    return None

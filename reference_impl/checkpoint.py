@@ -120,6 +120,7 @@ class Checkpointer:
             everywhere(self.runtime, f"writing the checkpoint of step {pending.step}", pending.written.result)
             self.publish(pending.directory, pending.step)
         except PeerError:
+            self.end_writer()  # Another save starts another: this one may be dead, or left alone by a peer's that is.
             self.discard(pending.directory)
             raise
         finally:
@@ -145,11 +146,14 @@ class Checkpointer:
             self.finalize()
 
     def close(self) -> None:
-        """Finalize, wait for what is being removed, and end the writer process that DCP keeps in process mode."""
+        """Finalize, wait for what is being removed, and end the writer process, which else outlives its rank by a moment."""
         self.finalize()
         self.settle()
+        self.end_writer()
+
+    def end_writer(self) -> None:
+        """End the daemon that DCP keeps in process mode; it offers no other way."""
         if self.mode == "process":
-            # DCP offers no other way; left alone, the daemon outlives its rank by a moment and looks like a leak.
             _async_process_executor._CHECKPOINT_PROCESS = None
 
     def begin(self, step: int) -> Path | None:

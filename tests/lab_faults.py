@@ -119,6 +119,23 @@ class WritesFourFiles(Honest):
             (mine / name).write_text(name)
 
 
+class Forks(Honest):
+    """Every rank makes a directory at each save; a process that it forks writes four files into it, and then itself one."""
+
+    saves = 0
+
+    def save(self, *, final: bool = False) -> None:
+        self.saves += 1
+        mine = self.place.root / f"rank-{self.place.rank}-{self.saves}"
+        mine.mkdir()
+        if (writer := os.fork()) == 0:
+            for name in "abcd":
+                (mine / name).write_text(name)
+            os._exit(0)
+        os.waitpid(writer, 0)
+        (mine / "by-the-rank").write_text("here")
+
+
 class Flushes(Honest):
     """Every rank makes a directory at each save and writes two files into it, of which it flushes the first."""
 
@@ -138,7 +155,7 @@ class Flushes(Honest):
             handle = os.open(directory, os.O_RDONLY)
             os.fsync(handle)
             os.close(handle)
-        dist.barrier()
+            dist.barrier()  # A peer that flushes the root flushes every rank's names in it.
 
 
 class LooksBeforeItWrites(Honest):

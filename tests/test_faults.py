@@ -51,6 +51,17 @@ def test_a_fault_of_the_second_save_leaves_the_first_alone(lab):
     assert history.generations[0].of("raised")[0].step == 1
 
 
+def test_a_writer_is_killed_and_its_rank_is_not(lab):
+    history = lab.run(
+        case(Save(), Save(), Finalize(), faults=(Fail(rank=1, event=2, error="SIGKILL", save=2),)), "lab_faults:Forks"
+    )
+    generation = history.generations[0]
+    assert [outcome.status for outcome in generation.launch.outcomes] == ["returned", "returned"]
+    assert [(line["fault"], line["rank"], line["paths"]) for line in generation.fired] == [("Fail", 1, ["rank-1-2/c"])]
+    its = {name for name in generation.names if name.startswith("rank-1-2/")}
+    assert its == {"rank-1-2/", "rank-1-2/a", "rank-1-2/b", "rank-1-2/by-the-rank"}
+
+
 def test_a_kill_is_counted_from_the_save_that_it_names(lab):
     history = lab.run(case(Train(1), Save(), faults=(Kill(rank=1, event=2, save=1),)))
     assert history.failures == []

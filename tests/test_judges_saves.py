@@ -287,12 +287,13 @@ class Failed:
     left: dict[str, CheckpointDirectory] = dataclasses.field(default_factory=lambda: {"step_1": stored()})
     mode: str = "thread"
     resumed: int = 1
+    error: str = "ENOSPC"
 
     def history(self) -> History:
         save = (Train(1), Save(), Finalize())
         case = Case(
             generations=(
-                Generation(ranks=RANKS, steps=save * 2, faults=(Fail(rank=1),)),
+                Generation(ranks=RANKS, steps=save * 2, faults=(Fail(rank=1, error=self.error),)),
                 Generation(ranks=RANKS, steps=(Resume(), *save)),
             ),
             checkpoint=Checkpoint(mode=self.mode),
@@ -335,6 +336,12 @@ def test_a_failed_save_that_every_rank_hears_of_keeps(name):
 )  # fmt: skip
 def test_a_failed_save_that_is_not_told(name, spoilt, words):
     assert_broken(judge(name, spoilt.history()), "rank 1", "could not write tmp_step_2/__1_0.distcp", words)
+
+
+@pytest.mark.parametrize("name", FAILED)
+def test_a_writer_that_was_killed_is_told_of_in_these_words(name):
+    killed = Failed(events=(), error="SIGKILL", mode="process").history()
+    assert_broken(judge(name, killed), "rank 1's writer was killed before it wrote tmp_step_2/__1_0.distcp, and ")
 
 
 # --- retention --------------------------------------------------------------------------------------------------------

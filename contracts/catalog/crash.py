@@ -9,7 +9,7 @@ from contracts.history import GenerationHistory, History, first_difference
 from contracts.implementation import Capability, Layout
 from contracts.judging import Check, NotApplicable, contract
 from contracts.lab.tamper import LITTER
-from contracts.saves import kill_point, newest, resumed_step, returned_step, step_of, whole_steps, why
+from contracts.saves import failed_write, kill_point, newest, resumed_step, returned_step, step_of, whole_steps, why
 from contracts.strategies.saves import CRASHED_SAVES, DAMAGED_CHECKPOINTS, FAILED_SAVES, POWER_LOSSES
 
 NEEDS = {Capability.TRAIN, Capability.RESUME, Capability.PUBLISH}
@@ -136,10 +136,10 @@ def disk_full(history: History, check: Check) -> None:
     Seen: ByteDance-Seed/VeOmni#1172.
     """
     first, again = history.generations
-    failed = [line for line in first.fired if line["fault"] == "Fail"]
-    if not failed:
+    failed = failed_write(first)
+    if failed is None:
         raise NotApplicable("the rank that was to fail opened fewer files in its second save, so nothing failed")
-    where = f"rank {failed[0]['rank']} could not write {failed[0]['paths'][0]}"
+    path, where = failed
     raised = first.of("raised")
     check(raised, f"{where}, and no rank raised")
     for name, checkpoint in first.disk.items():
@@ -149,7 +149,7 @@ def disk_full(history: History, check: Check) -> None:
     if not check(whole, f"{where}, and no whole checkpoint was left"):
         return
     layout = history.layout
-    if _is_unpublished(failed[0]["paths"][0], layout):
+    if _is_unpublished(path, layout):
         check(whole[-1] < _last_saved(first), f"{where}, and step {whole[-1]} was published all the same")
     if again.failure:
         check(False, f"{where}; with room again the run {why(again)}")

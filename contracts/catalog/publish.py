@@ -10,7 +10,7 @@ from contracts.case import Exit, Finalize, Overwrite, Save
 from contracts.history import GenerationHistory, History, MissingEvidence
 from contracts.implementation import Capability
 from contracts.judging import Check, NotApplicable, contract, require_readable
-from contracts.saves import names, publishes, resumed_step, step_of, whole_steps, why
+from contracts.saves import failed_write, names, publishes, resumed_step, step_of, whole_steps, why
 from contracts.strategies.runs import SAVED_RUNS
 from contracts.strategies.saves import FAILED_SAVES, PRESSED_SAVES, SHARDS
 
@@ -223,10 +223,10 @@ def background_failure_surfaces(history: History, check: Check) -> None:
     Seen: pytorch/pytorch#191391, google/orbax#605.
     """
     generation = history.generations[0]
-    failed = [line for line in generation.fired if line["fault"] == "Fail" and re.search(SHARDS, line["paths"][0])]
-    if history.case.checkpoint.mode == "sync" or not failed:
+    failed = failed_write(generation, SHARDS)
+    if history.case.checkpoint.mode == "sync" or failed is None:
         raise NotApplicable("no background writer failed")
-    where = f"rank {failed[0]['rank']}'s background writer could not write {failed[0]['paths'][0]}"
+    where = f"behind training, {failed[1]}"
     for rank in range(generation.case.ranks):
         check(generation.of("raised", rank=rank), f"{where}, and neither save nor finalize raised on rank {rank}")
     last = max(event.step for event in generation.of("save-begins"))

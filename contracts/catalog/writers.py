@@ -10,7 +10,7 @@ from contracts.case import Blind
 from contracts.history import Event, GenerationHistory, History, MissingEvidence
 from contracts.implementation import Capability
 from contracts.judging import Check, NotApplicable, contract
-from contracts.saves import step_of
+from contracts.saves import failed_write, step_of
 from contracts.strategies.runs import SAVED_RUNS
 from contracts.strategies.saves import DIFFERENT_VIEWS, FAILED_SAVES
 
@@ -112,10 +112,10 @@ def failure_reaches_everyone(history: History, check: Check) -> None:
     Seen: NVIDIA-NeMo/Automodel#1601, NVIDIA-NeMo/Automodel#3686.
     """
     generation = history.generations[0]
-    failed = [line for line in generation.fired if line["fault"] == "Fail"]
-    if not failed or generation.case.ranks == 1:
+    failed = failed_write(generation)
+    if failed is None or generation.case.ranks == 1:
         raise NotApplicable("the rank that was to fail opened no such file in its second save, or was alone")
-    where = f"rank {failed[0]['rank']} could not write {failed[0]['paths'][0]}"
+    _, where = failed
     gave_up = min((event.order for event in generation.of("gave-up")), default=float("inf"))
     for rank in range(generation.case.ranks):
         raised = [event for event in generation.of("raised", rank=rank) if event.order < gave_up]

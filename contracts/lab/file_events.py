@@ -43,6 +43,7 @@ class FileEvents:
         self.marks = self.evidence / "marks"
         self.ranks = job["ranks"]
         self.rank = rank
+        self.is_rank = is_rank
         faults = [fault for fault in job["faults"] if fault.get("rank") == rank]
         self.holds = [fault for fault in faults if fault["do"] == "Hold"]
         # A rank's processes count their events each for itself; the rank's own count says when it is killed.
@@ -62,7 +63,7 @@ class FileEvents:
         self.log = os.open(self.evidence / f"files-{os.getpid()}.jsonl", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
 
     def _begin_in_forked_child(self) -> None:
-        self.kills = []
+        self.is_rank, self.kills = False, []
         self._begin()
 
     def install(self) -> None:
@@ -101,7 +102,8 @@ class FileEvents:
                 )
                 kill = next(due, None)
                 if self.failing is None and operation == "open":
-                    due = (fail for fail in self.fails if re.search(fail["at"], inside[0]) and self._is_due(fail))
+                    fails = (fail for fail in self.fails if not (self.is_rank and fail["error"] == "SIGKILL"))
+                    due = (fail for fail in fails if re.search(fail["at"], inside[0]) and self._is_due(fail))
                     self.failing = next(due, None)
             fail = self.failing if operation in _CREATES else None
             if self.keeps and not kill:
@@ -109,6 +111,8 @@ class FileEvents:
             self._write(operation, inside, number, kill or fail, **how)
             if kill:
                 _strike(kill)
+            if fail and fail["error"] == "SIGKILL":
+                os.kill(os.getpid(), signal.SIGKILL)
             for hold in list(self.holds):
                 if operation == "open" and re.search(hold["at"], inside[0]):
                     self.holds.remove(hold)

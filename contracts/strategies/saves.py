@@ -37,6 +37,10 @@ EVENTS_OF_A_SAVE = 30
 """A save, its publication and the removal of the one before it touch about this many files on rank 0, and few on others."""
 
 
+ERRORS = ["ENOSPC", "EIO", "EACCES"]
+"""What a write fails with: a full disk, a broken one, one that somebody has made read-only."""
+
+
 def _crashed(ranks: int, scope: Scope) -> Sequence[SearchStrategy[Case]]:
     def draw_case(mode: str, rank: int, events: SearchStrategy[int], at: str = "") -> SearchStrategy[Case]:
         return st.builds(crash_case, st.just(ranks), st.just(mode), st.just(rank), events, st.just(at))
@@ -112,8 +116,8 @@ def _damaged(ranks: int, scope: Scope) -> Sequence[SearchStrategy[Case]]:
 
 def _failed(ranks: int, scope: Scope) -> Sequence[SearchStrategy[Case]]:
     @st.composite
-    def draw_case(draw: st.DrawFn, mode: str, rank: int, at: str, events: SearchStrategy[int]) -> Case:
-        fault = Fail(rank=rank, at=at, event=draw(events), error=draw(st.sampled_from(["ENOSPC", "EIO", "EACCES"])), save=2)
+    def draw_case(draw: st.DrawFn, mode: str, rank: int, at: str, events: SearchStrategy[int], errors=ERRORS) -> Case:
+        fault = Fail(rank=rank, at=at, event=draw(events), error=draw(st.sampled_from(errors)), save=2)
         steps = (Train(1), Save(), Finalize(), Train(1), Save(), Train(1), Finalize())
         return Case(
             generations=(
@@ -127,11 +131,12 @@ def _failed(ranks: int, scope: Scope) -> Sequence[SearchStrategy[Case]]:
 
     first, last = st.just(0), ranks - 1
     modes = scope.modes()
+    killed = [draw_case("process", last, SHARDS, first, ["SIGKILL"])] if "process" in modes else []
     # A stack of which rank 0 alone writes never comes to the first.
     return [
         draw_case(modes[min(1, len(modes) - 1)], last, SHARDS, first), draw_case("sync", 0, "", st.integers(0, 2)),
         draw_case("sync", 0, "", st.integers(3, 9)), draw_case("sync", last, SHARDS, first),
-        draw_case(modes[-1], 0, SHARDS, first), draw_case(modes[min(1, len(modes) - 1)], 0, "", st.integers(0, 9)),
+        draw_case(modes[-1], 0, SHARDS, first), *killed, draw_case(modes[min(1, len(modes) - 1)], 0, "", st.integers(0, 9)),
     ]  # fmt: skip
 
 
@@ -252,7 +257,7 @@ DAMAGED_CHECKPOINTS = Cases("damaged-checkpoints", _damaged)
 """Save twice; one file of the newest checkpoint is damaged; resume."""
 
 FAILED_SAVES = Cases("failed-saves", _failed, weight=2)
-"""Save, and save again where one rank cannot write any more; then resume with room again."""
+"""Save, and save again where one rank cannot write any more, or has its writer killed; then resume with room again."""
 
 PRESSED_SAVES = Cases("pressed-saves", _pressed)
 """Saves that are overwritten, overtaken by steps and by the next save, finalized twice, or left at once; then a resume."""

@@ -116,6 +116,18 @@ class KeepsItsFailureToItself(Reference):
             return super().write_shards(directory, tensors)
 
 
+@mutant(caught_by="writers.failure-reaches-everyone")
+class KeepsItsWritersDeathToItself(Reference):
+    """Shares what its writer could not do, but raises at once where the writer's process is dead."""
+
+    class checkpointer_class(Checkpointer):
+        def complete(self) -> bool:
+            failure = self.pending and self.pending.written.exception()
+            if "process is dead" in str(failure):
+                raise failure
+            return super().complete()
+
+
 @mutant(caught_by="writers.one-publisher")
 class EveryRankRenames(Reference):
     """Lets every rank give the checkpoint its name; whoever comes late looks away."""
