@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 from rank_work import built, config, steps
+from torch.distributed.checkpoint import _async_process_executor
 
 from reference_impl import run
 from reference_impl.errors import PeerError
@@ -19,6 +20,7 @@ from reference_impl.trainer import Trainer
 
 def faults(folder: Path) -> None:
     full_disk(folder)
+    killed_writer(folder)
     removed_directories(folder)
     out_of_time(folder)
     left_in_flight(folder)
@@ -57,6 +59,24 @@ def full_disk(folder: Path) -> None:
         expect(trainer, "step_1")
         trainer.save(final=True)
         expect(trainer, "step_2")
+
+
+def killed_writer(folder: Path) -> None:
+    """The last rank's writer process is killed, as where memory runs out: the next save fails, the one after it does not."""
+    trainer = built(folder, "killed_writer", save_mode="process", keep_checkpoints=1)
+    steps(trainer, 1)
+    trainer.save(final=True)
+    steps(trainer, 2)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        writer = _async_process_executor._CHECKPOINT_PROCESS._save_process
+        writer.kill()
+        writer.join()
+    said = refused(lambda: trainer.save(final=True))
+    assert f"rank {dist.get_world_size() - 1}: " in said and "of 2 ranks" in said, said
+    expect(trainer, "step_1")
+    trainer.save(final=True)
+    expect(trainer, "step_2")
+    trainer.checkpointer.close()
 
 
 def removed_directories(folder: Path) -> None:
