@@ -82,12 +82,16 @@ class InstallsItsRulesTwice(Reference):
 
 @neighbour
 class LoadsThroughDCPsStateDict(Reference):
-    """Restores moments through DCP's own state-dict functions, which take a hidden step to make room for them."""
+    """Restores moments through DCP's own functions, which take a hidden step to make room, and what these lose of empty groups."""
 
     def load_optimizer(self, path: Path) -> None:
         super().load_optimizer(path)
+        settings = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
         state = get_optimizer_state_dict(self.model, self.optimizer)
         set_optimizer_state_dict(self.model, self.optimizer, state)
+        for group, its in zip(self.optimizer.param_groups, settings, strict=True):
+            if not group["params"]:
+                group.update(its)
 
 
 @neighbour
