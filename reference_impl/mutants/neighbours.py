@@ -82,7 +82,7 @@ class InstallsItsRulesTwice(Reference):
 
 @neighbour
 class LoadsThroughDCPsStateDict(Reference):
-    """Restores moments through DCP's own functions, which take a hidden step to make room, and what these lose of empty groups."""
+    """Restores moments by DCP's own functions, with their hidden step, and then what these lose of empty groups."""
 
     def load_optimizer(self, path: Path) -> None:
         super().load_optimizer(path)
