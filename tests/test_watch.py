@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,32 @@ def test_a_folder_that_moved_before_its_watch_could_begin_is_seen_as_if_it_had_b
     ]
     (tree.root / "step_1" / "late").touch()
     assert tree.seen() == [("created", "step_1/late"), ("closed", "step_1/late")]
+
+
+@pytest.mark.parametrize("names", [("step_1",), ("ready_step_1", "step_1")])
+def test_a_folder_in_one_that_has_moved_since_is_seen_with_its_files(tree, names):
+    (tree.root / "tmp_step_1").mkdir()
+    tree.seen()
+    (tree.root / "tmp_step_1" / "tokenizer").mkdir()
+    (tree.root / "tmp_step_1" / "tokenizer" / "tokenizer.json").touch()
+    path = tree.root / "tmp_step_1"
+    for name in names:
+        path = path.rename(tree.root / name)
+    seen = tree.seen()
+    assert seen[:2] == [("created", "tmp_step_1/tokenizer"), ("created", "tmp_step_1/tokenizer/tokenizer.json")]
+    (tree.root / "step_1" / "tokenizer" / "late").touch()
+    assert tree.seen() == [("created", "step_1/tokenizer/late"), ("closed", "step_1/tokenizer/late")]
+
+
+def test_no_folder_stays_open_that_is_gone(tree):
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(3):
+        (tree.root / f"step_{number}" / "below").mkdir(parents=True)
+        tree.seen()
+        shutil.rmtree(tree.root / f"step_{number}")
+        tree.seen()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert list(tree.watch.trees.values()) == [("root", "")]
 
 
 def test_a_folder_that_comes_from_elsewhere_brings_what_it_holds(tmp_path):
