@@ -89,6 +89,16 @@ class State:
     order: int = 0
     gradients: Mapping[str, Shard] = field(default_factory=dict)
 
+    @property
+    def scheduler(self) -> dict[str, Any]:
+        """What its scheduler's next rates follow from.
+
+        Private values are left out but for the rates it last gave. How often it was called is not how far it is: one that
+        is built for the step it resumes at was called once.
+        """
+        its = self.small.get("scheduler") or {}
+        return {key: value for key, value in its.items() if not key.startswith("_") or key == "_last_lr"}
+
 
 @dataclass(frozen=True)
 class Snapshot:

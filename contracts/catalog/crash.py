@@ -231,6 +231,6 @@ def _came_back(first: GenerationHistory, again: GenerationHistory, checkpoint: s
     if again.failure or resumed_step(again) != step_of(checkpoint, history.layout):
         return False
     saved, resumed = first.snapshot("saving", resumed_step(again)), again.snapshot("resumed")
-    pairs = [(b.small, a.small) for b, a in zip(saved.ranks, resumed.ranks, strict=True)]
-    small = all(before.get(what) == after.get(what) for before, after in pairs for what in ("scheduler", "groups"))
+    pairs = zip(saved.ranks, resumed.ranks, strict=True)
+    small = all(b.scheduler == a.scheduler and b.small.get("groups") == a.small.get("groups") for b, a in pairs)
     return small and first_difference(saved.everything(), resumed.everything()) is None
