@@ -35,7 +35,7 @@ from contracts.case import (
     Tamper,
     Train,
 )  # fmt: skip
-from contracts.checkpoint_dir import CheckpointDirectory
+from contracts.checkpoint_dir import CheckpointDirectory, StoredTensor
 from contracts.history import Event, History
 from contracts.implementation import Layout
 from contracts.torchrun import RankOutcome
@@ -612,6 +612,19 @@ def test_a_checkpoint_that_lacks_what_a_rank_held_is_broken():
         judge("writers.collectives-on-every-rank", history),
         "step_1 holds 0 of the 4 elements of model.layers.0.weight that rank 1 had",
     )
+
+
+def test_shards_that_are_tensors_of_their_own_are_counted():
+    def plain(**rows: int) -> History:
+        tensors = {
+            f"{name}.model.layers.0.weight": StoredTensor("float32", (n, 4), (((0, 0), (n, 4), f"{name}.bin"),))
+            for name, n in rows.items()
+        }
+        return saved(disk={"step_1": CheckpointDirectory({}, tensors)})
+
+    assert_kept(judge("writers.collectives-on-every-rank", plain(shard_0=2, shard_1=1)))
+    judgement = judge("writers.collectives-on-every-rank", plain(shard_0=2))
+    assert_broken(judgement, "step_1 holds 8 of the 12 elements of model.layers.0.weight that all ranks had")
 
 
 def test_a_checkpoint_that_two_ranks_rename_is_broken():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator
 
 from contracts.case import Blind
-from contracts.history import Event, GenerationHistory, History, MissingEvidence
+from contracts.checkpoint_dir import CheckpointDirectory, StoredTensor
+from contracts.history import Event, GenerationHistory, History, MissingEvidence, Shard
 from contracts.implementation import Capability
 from contracts.judging import Check, NotApplicable, contract
 from contracts.saves import failed_write, step_of
@@ -93,14 +95,16 @@ def collectives_on_every_rank(history: History, check: Check) -> None:
             snapshot = saved.get(step_of(name, history.layout))
             for state in snapshot.ranks if snapshot else ():
                 for parameter, shard in state.parameters.items():
-                    if shard.local.numel() and not (pieces := _pieces(checkpoint, parameter)):
+                    its = _stored(checkpoint, parameter)
+                    if not its or not shard.local.numel():
                         continue  # stored under a name of its own; that is the business of published-is-whole
-                    held = shard.local.numel()
-                    stored = sum(_overlap(shard, *piece) for piece in pieces) if held else 0
-                    check(
-                        stored >= held,
-                        f"{name} holds {stored} of the {held} elements of {parameter} that rank {state.rank} had",
-                    )
+                    if placed := next((tensor for tensor in its if tuple(tensor.shape) == tuple(shard.shape)), None):
+                        held, whose = shard.local.numel(), f"that rank {state.rank} had"
+                        stored = sum(_overlap(shard, offsets, sizes) for offsets, sizes, _ in placed.chunks)
+                    else:  # each part a tensor of its own: where it belongs is not told, how much there is can be
+                        held, whose = math.prod(shard.shape), "that all ranks had"
+                        stored = sum(math.prod(tensor.shape) for tensor in its)
+                    check(stored >= held, f"{name} holds {stored} of the {held} elements of {parameter} {whose}")
 
 
 @contract(cases=FAILED_SAVES, needs={Capability.TRAIN, Capability.PUBLISH})
@@ -182,14 +186,14 @@ def one_publisher(history: History, check: Check) -> None:
             check(len(set(ranks)) == 1, f"{name} was given its name by ranks {', '.join(map(str, sorted(set(ranks))))}")
 
 
-def _pieces(checkpoint, parameter: str) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offsets, sizes) of the stored pieces of a parameter, moments left out; none where its key cannot be told."""
+def _stored(checkpoint: CheckpointDirectory, parameter: str) -> list[StoredTensor]:
+    """Tensors whose keys end in a parameter's name, moments left out; none where its key cannot be told."""
     named = re.compile(rf"(?:^|[.:/|]){re.escape(parameter)}$")
-    keys = [key for key in checkpoint.tensors if named.search(key) and not re.search(r"optim|exp_avg|state|master", key)]
-    return [(offsets, sizes) for key in keys[:1] for offsets, sizes, _ in checkpoint.tensors[key].chunks]
+    others = r"optim|exp_avg|state|master"
+    return [its for key, its in checkpoint.tensors.items() if named.search(key) and not re.search(others, key)]
 
 
-def _overlap(shard, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+def _overlap(shard: Shard, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int:
     """Elements that a stored piece and a rank's shard have in common."""
     common = 1
     for its, length, offset, size in zip(shard.offset, shard.local.shape, offsets, sizes, strict=True):
