@@ -338,6 +338,14 @@ def test_a_failed_save_that_is_not_told(name, spoilt, words):
     assert_broken(judge(name, spoilt.history()), "rank 1", "could not write tmp_step_2/__1_0.distcp", words)
 
 
+def test_a_failed_save_after_which_ranks_wait_for_ever_is_broken():
+    history = Failed().history()
+    launch = history.generations[0].launch
+    launch.timed_out, launch.outcomes[0] = True, RankOutcome(0, "terminated", stacks="torch/distributed/distributed_c10d.py")
+    words = "rank 1 could not write tmp_step_2/__1_0.distcp; rank 0 waited for its peers when it was ended"
+    assert_broken(judge("crash.disk-full", history), words)
+
+
 @pytest.mark.parametrize("name", FAILED)
 def test_a_writer_that_was_killed_is_told_of_in_these_words(name):
     killed = Failed(events=(), error="SIGKILL", mode="process").history()

@@ -57,6 +57,8 @@ KNOWN_FAILURES: dict[str, dict[str, str]] = {
         " (tests/confirmed/torch_dcp_mixes_checkpoints.py)",
     },
     "nemo_automodel": {
+        "crash.disk-full": "0.7.0: a rank that cannot write raises, and the others wait for it"
+        " (tests/confirmed/nemo_failure_stays_on_one_rank.py)",
         "crash.power-loss": "0.7.0: a save flushes DCP's files, and neither any other nor a directory"
         " (tests/confirmed/nemo_flushes_no_directory.py)",
         "crash.torn-file": "0.7.0: a file that a resume does not read may be torn"

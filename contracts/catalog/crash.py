@@ -142,6 +142,9 @@ def disk_full(history: History, check: Check) -> None:
     path, where = failed
     raised = first.of("raised")
     check(raised, f"{where}, and no rank raised")
+    if first.launch.timed_out:
+        waiting = [str(outcome) for outcome in first.launch.outcomes if outcome.waits_for_peers]
+        check(False, f"{where}; {', '.join(waiting) or 'the run had no end'}")
     for name, checkpoint in first.disk.items():
         torn = "; ".join(checkpoint.problems[:2]) or "it holds no tensors"
         check(checkpoint.tensors and not checkpoint.problems, f"{where}; {name} is published and torn: {torn}")
