@@ -10,10 +10,12 @@ import torch
 from test_judges import assert_broken, assert_kept, judge
 
 import contracts.catalog  # noqa: F401  fills the registry
+from contracts.bindings.known import Target
 from contracts.case import Case, Data, Draw, Finalize, Generation, Model, Resume, Retune, Save, Train
 from contracts.checkpoint_dir import CheckpointDirectory, StoredTensor
 from contracts.history import Event, History, Shard, State
-from contracts.implementation import Capability
+from contracts.implementation import Capability, Layout
+from contracts.judging import REGISTRY
 from contracts.strategies.drawing import Cases, Scope
 from contracts.strategies.worlds import (
     CONTINUED_RUNS,
@@ -23,6 +25,7 @@ from contracts.strategies.worlds import (
     REGROUPED_RUNS,
     RESHARDED_RUNS,
 )
+from contracts.suite import PROFILES, Suite
 
 WEIGHT, NORM = "model.layers.0.weight", "model.norm.weight"
 NOTHING: dict[str, Any] = {}
@@ -634,3 +637,25 @@ def test_frozen_unused_and_tied_parameters_are_all_tried():
     assert any(model.frozen for model in models)
     assert any(g.frozen is not None for case in drawn(PARTLY_TRAINED_RUNS, 2) for g in case.generations)
     assert {case.model.tied for case in drawn(ODD_RUNS, 2)} == {"no", "shared", "declared"}
+
+
+class AnyStack:
+    """A lab that runs nothing: a stack that can do everything, of which every history is empty."""
+
+    def about(self, name: str) -> dict[str, Any]:
+        return {"layout": {**vars(Layout()), "companions": []}, "capabilities": list(Capability)}
+
+    def run(self, case: Case, name: str) -> History:
+        return History.of(case, *[[] for _ in case.generations])
+
+
+def test_a_smaller_case_is_looked_for_in_worlds_that_have_one(tmp_path):
+    suite = Suite(Target("any", "any:Stack"), profile=PROFILES["ci"], worlds=(1, 2), lab=AnyStack(), directory=tmp_path)
+    assert not RESHARDED_RUNS.corners(1, suite.scope)
+    reshard = REGISTRY["reshard.values-across-worlds"]
+    broken = max(suite.cases(reshard.cases), key=lambda case: len(str(case)))
+    always = dataclasses.replace(reshard, judge=lambda history, check: check(False, "broken"))
+    found = suite.shrink(always, broken, seconds=60)
+    assert max(found.worlds) == 2 and len(str(found)) < len(str(broken))
+    never = dataclasses.replace(reshard, judge=lambda history, check: check(True, "kept"))
+    assert suite.shrink(never, broken, seconds=60) is broken
