@@ -162,11 +162,18 @@ def _run(options: argparse.Namespace) -> int:
     minutes = options.minutes or (60.0 if options.profile == "nightly" else None)
     line, stories = _Progress(), text.Stories()
     seeds: list[int] = []
+    verdicts: list[Verdict] = []
     with _lab(target, options, line) as lab:
         line(f"importing {target.implementation}")
         about = _about(lab)
         line.end(f"{target.name}: {about['statement']}")
         line.end(f"torch {about['environment']['torch']}, transformers {about['environment']['transformers']}")
+
+        def write_report() -> None:
+            environment = about["environment"] | {"device": options.device, "cores": os.cpu_count(), "seeds": seeds}
+            found = [verdict.to_json() for verdict in verdicts]
+            if options.json:
+                _write(options.json, {"implementation": target.name, "environment": environment, "contracts": found})
 
         def make_suite(**settings: Any) -> Suite:
             common = {"worlds": options.worlds, "lab": lab, "directory": options.directory, "progress": line}
@@ -185,21 +192,17 @@ def _run(options: argparse.Namespace) -> int:
                 if smaller is not None:
                     line.end("A smaller case of the same:\n" + stories(smaller))
 
-        if minutes:
-            verdicts = judge_for(60 * minutes, chosen, replace(profile, seed=None), make_suite, told, round_begins)
-        else:
-            suite, verdicts = make_suite(), []
-            round_begins(1, suite.seed)
-            for contract in chosen:
-                verdicts.append(suite.verdict(contract))
-                told(suite, contract, verdicts[-1])
-    report = {
-        "implementation": target.name,
-        "environment": about["environment"] | {"device": options.device, "cores": os.cpu_count(), "seeds": seeds},
-        "contracts": [verdict.to_json() for verdict in verdicts],
-    }
-    if options.json:
-        _write(options.json, report)
+        try:
+            if minutes:
+                verdicts = judge_for(60 * minutes, chosen, replace(profile, seed=None), make_suite, told, round_begins)
+            else:
+                suite = make_suite()
+                round_begins(1, suite.seed)
+                for contract in chosen:
+                    verdicts.append(suite.verdict(contract))
+                    told(suite, contract, verdicts[-1])
+        finally:  # What was judged before an interrupt, or a fault of our own, is worth keeping.
+            write_report()
     line.end()
     print(text.table(verdicts, dict(target.known)))
     print(text.censuses(verdicts))

@@ -15,10 +15,10 @@ from contracts.census import Census, census
 from contracts.cli import main
 from contracts.history import Event, History, Shard, State
 from contracts.implementation import Capability, Layout, require_owed
-from contracts.judging import REGISTRY
+from contracts.judging import REGISTRY, Contract
 from contracts.report.text import Stories
 from contracts.rounds import added
-from contracts.suite import Verdict
+from contracts.suite import Suite, Verdict
 from contracts.trainer import CheckpointerOnly
 
 MUTANT = "CastsAfterOptimizerLoad"
@@ -63,6 +63,19 @@ def test_bad_usage_is_one_plain_line_and_exit_2(run, arguments, said):
     assert done.code == 2
     assert said in done.err
     assert "Traceback" not in done.err
+
+
+def test_a_run_that_is_interrupted_leaves_a_report_of_what_was_judged(run, tmp_path, monkeypatch):
+    def judge(self: Suite, contract: Contract) -> Verdict:
+        if contract.name == "resume.counters":
+            raise KeyboardInterrupt
+        return Verdict(contract.name, "kept", cases=1, evidence=1)
+
+    monkeypatch.setattr(Suite, "verdict", judge)
+    done = run("run", "reference", "--contracts", "precision.params-*", "resume.counters", "--json", "report.json")
+    assert done.code == 130
+    judged = json.loads((tmp_path / "report.json").read_text())["contracts"]
+    assert [(one["name"], one["verdict"]) for one in judged] == [("precision.params-declared", "kept")]
 
 
 def test_a_run_with_minutes_draws_afresh_and_tries_what_failed_before_first(run, tmp_path):
