@@ -59,9 +59,11 @@ def _resumed_once(case: Case) -> Case:
 
 
 def events_of_second_save(control: GenerationHistory, rank: int, *kinds: str) -> int:
-    """How many events of these kinds `rank` had from the beginning of its second save on."""
+    """How many events of these kinds `rank` itself had from its second save on; those of its writer process end no rank."""
     second = control.of("save-begins", rank=rank)[1].order
-    return sum(event.order > second for event in control.of(*kinds, rank=rank))
+    (begins,) = control.of("begins", rank=rank)
+    its = [event for event in control.of(*kinds, rank=rank) if event.data["pid"] == begins.data["pid"]]
+    return sum(event.order > second for event in its)
 
 
 @dataclass(frozen=True)

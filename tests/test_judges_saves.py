@@ -679,14 +679,26 @@ def test_ranks_that_wait_for_each_other_are_broken():
 # --- every crash point ------------------------------------------------------------------------------------------------
 
 
+WRITER = 100
+
+
 class Control:
-    """A lab whose control run has two file events and a flush on rank 0 and an event on rank 1 after the second save began."""
+    """A lab whose control run has two file events and a flush on rank 0, and an event on rank 1, after the second save began.
+
+    A process that writes for rank 0 has an event, too.
+    """
 
     def run(self, case: Case) -> History:
         saves = [event for step in (1, 2) for event in on_every_rank("save-begins", step=step)]
-        events = [attempt("mkdir", "a"), *saves, attempt("mkdir", "b"), attempt("open", "b/c"), attempt("open", "b/d", rank=1)]
-        events.append(Event("flush", 0, {"operation": "fsync", "paths": ["b/c"]}))
-        return History.of(case, events)
+        begins = [Event("begins", rank, {"pid": rank}) for rank in range(RANKS)]
+        of_rank_0 = [("attempt", 0, "mkdir", "b"), ("attempt", 0, "open", "b/c"), ("flush", 0, "fsync", "b/c")]
+        others = [("attempt", 1, "open", "b/d"), ("attempt", WRITER, "open", "b/e")]
+        after = [
+            Event(kind, pid % WRITER, {"operation": operation, "paths": [path], "pid": pid})
+            for kind, pid, operation, path in (*of_rank_0, *others)
+        ]
+        before = Event("attempt", 0, {"operation": "mkdir", "paths": ["a"], "pid": 0})
+        return History.of(case, [*begins, before, *saves, *after])
 
 
 def test_crash_points_are_the_events_of_the_second_save_on_every_rank():
