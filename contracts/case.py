@@ -220,12 +220,15 @@ class Kill:
 
     Events are counted from the beginning, or from that of the `save`-th save (1 is the first) where that is given; all of
     them, or those in a path of which the regular expression `at` is found.
+
+    A `torn` one counts opens for writing alone, and lets that one happen: the rank dies of the second byte it writes.
     """
 
     rank: int
     event: int
     save: int = 0
     at: str = ""
+    torn: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -436,6 +439,8 @@ def _phrase(item: Step | Fault) -> str:
             return "forget moments"
         case Hold():
             return f"rank {item.rank} held at {item.at} until {item.until}"
+        case Kill(torn=True):
+            return f"rank {item.rank} killed in the middle of the file that open {item.event}{_where(item)} is of"
         case Kill():
             return f"rank {item.rank} killed at file event {item.event}" + _where(item)
         case PowerLoss():

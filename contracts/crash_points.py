@@ -2,11 +2,13 @@
 
     python -m contracts.crash_points reference --ranks 2 --mode thread
     python -m contracts.crash_points reference --ranks 2 --power-loss
+    python -m contracts.crash_points reference --ranks 2 --torn
 
 A control run that nothing befalls counts the events of the second save, of its publication and of the removal of the
 first. Then each is a case of its own: a run that ends there, and new processes that resume, go on and save. With
 `--power-loss` the power is lost there, and before each flush, twice over: once unflushed names and bytes are gone, once
-bytes alone. Prints a line per point, and how many a minute were visited, resume included.
+bytes alone. With `--torn` a rank dies in the middle of each file that it opens. Prints a line per point, and how many a
+minute were visited, resume included.
 """
 
 from __future__ import annotations
@@ -34,8 +36,10 @@ NEVER = 1_000_000
 OUTCOMES = ("is lost", "lost work", "refuses to start", "silently differs", "hangs", "no whole checkpoint")
 
 
-def points(lab: Lab, ranks: int, mode: str, *, power_loss: bool = False) -> Iterator[Case]:
-    """A case for each file event that a rank's second save has in a control run; for each flush, too, if the power is lost.
+def points(lab: Lab, ranks: int, mode: str, *, power_loss: bool = False, torn: bool = False) -> Iterator[Case]:
+    """A case for each file event that a rank's second save has in a control run.
+
+    For each flush, too, if the power is lost; for each file that is opened alone, if that is torn.
 
     Raises:
         RuntimeError: the control run failed.
@@ -45,6 +49,10 @@ def points(lab: Lab, ranks: int, mode: str, *, power_loss: bool = False) -> Iter
     if not control.launch.ok:
         raise RuntimeError(f"the control run failed: {control.launch.explain()}")
     for rank in range(ranks):
+        if torn:
+            for event in range(events_of_second_save(control, rank, "attempt", operation="open")):
+                yield _resumed_once(crash_case(ranks, mode, rank, event, torn=True))
+            continue
         for event in range(events_of_second_save(control, rank, *("attempt", "flush")[: 1 + power_loss])):
             if power_loss:
                 yield _resumed_once(power_case(ranks, mode, rank, event, "names and bytes"))
@@ -58,12 +66,12 @@ def _resumed_once(case: Case) -> Case:
     return replace(case, generations=case.generations[:2])
 
 
-def events_of_second_save(control: GenerationHistory, rank: int, *kinds: str) -> int:
+def events_of_second_save(control: GenerationHistory, rank: int, *kinds: str, operation: str | None = None) -> int:
     """How many events of these kinds `rank` itself had from its second save on; those of its writer process end no rank."""
     second = control.of("save-begins", rank=rank)[1].order
     (begins,) = control.of("begins", rank=rank)
     its = [event for event in control.of(*kinds, rank=rank) if event.data["pid"] == begins.data["pid"]]
-    return sum(event.order > second for event in its)
+    return sum(event.order > second and operation in (None, event.operation) for event in its)
 
 
 @dataclass(frozen=True)
@@ -88,10 +96,10 @@ def outcome(history: History, contract: str = "crash.every-crash-point") -> Outc
     return Outcome(found, point, judgement.message.splitlines()[0])
 
 
-def visit(lab: Lab, ranks: int, mode: str, *, power_loss: bool = False) -> Iterator[Outcome]:
+def visit(lab: Lab, ranks: int, mode: str, *, power_loss: bool = False, torn: bool = False) -> Iterator[Outcome]:
     """Visit every point, one after the other."""
     contract = "crash.power-loss" if power_loss else "crash.every-crash-point"
-    for case in points(lab, ranks, mode, power_loss=power_loss):
+    for case in points(lab, ranks, mode, power_loss=power_loss, torn=torn):
         yield outcome(lab.run(case), contract)
 
 
@@ -100,7 +108,9 @@ def main() -> int:
     parser.add_argument("implementation", help="reference, torch_dcp, a mutant's name, or module:Class")
     parser.add_argument("--ranks", type=int, default=1, help="world size (1)")
     parser.add_argument("--mode", choices=["sync", "thread", "process"], default="sync", help="who writes the shards (sync)")
-    parser.add_argument("--power-loss", action="store_true", help="lose the power there instead, and before each flush")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--power-loss", action="store_true", help="lose the power there instead, and before each flush")
+    how.add_argument("--torn", action="store_true", help="kill the rank in the middle of each file instead")
     parser.add_argument("--python", default=None, help="interpreter of the environment the implementation lives in")
     parser.add_argument("--directory", type=Path, default=Path(".contracts"), help="where evidence is kept (.contracts)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table to FILE")
@@ -110,13 +120,13 @@ def main() -> int:
     with Lab(target.implementation, python=target.python, directory=options.directory) as lab:
         lab.about()  # the parent is warm
         started = time.monotonic()
-        for point in visit(lab, options.ranks, options.mode, power_loss=options.power_loss):
+        for point in visit(lab, options.ranks, options.mode, power_loss=options.power_loss, torn=options.torn):
             seen.append(point)
             print(point, flush=True)
         minutes = (time.monotonic() - started) / 60
     counts = collections.Counter(point.outcome for point in seen)
     told = ", ".join(f"{number} {what}" for what, number in counts.most_common())
-    what = "power is lost" if options.power_loss else "a rank is killed"
+    what = "power is lost" if options.power_loss else "a file is torn" if options.torn else "a rank is killed"
     print(
         f"{options.implementation}, {options.ranks} ranks, {options.mode}: {what} at {len(seen)} points, "
         f"{len(seen) / minutes:.0f} a minute: {told}"
@@ -124,7 +134,7 @@ def main() -> int:
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         about = {"implementation": options.implementation, "ranks": options.ranks, "mode": options.mode}
-        table = {**about, "power_loss": options.power_loss, "points": [asdict(point) for point in seen]}
+        table = {**about, "power_loss": options.power_loss, "torn": options.torn, "points": [asdict(point) for point in seen]}
         options.json.write_text(json.dumps(table, indent=1))
     return 0 if set(counts) == {"resumes exactly"} else 1
 

@@ -206,7 +206,7 @@ class GenerationHistory:
         first = self.launch.primary
         if any(line["fault"] == "PowerLoss" for line in self.fired) and not self.launch.timed_out:
             return None if first is not None and first.signal == "SIGKILL" else self.launch.explain()
-        killed = {outcome.rank for outcome in self.launch.outcomes if outcome.signal == "SIGKILL"}
+        killed = {outcome.rank for outcome in self.launch.outcomes if outcome.signal in ("SIGKILL", "SIGXFSZ")}
         struck = {line["rank"] for line in self.fired if line["fault"] == "Kill"}
         if (
             wanted

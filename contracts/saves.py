@@ -89,6 +89,8 @@ def kill_point(generation: GenerationHistory) -> str | None:
         if line["fault"] in ("Kill", "PowerLoss"):
             (fault,) = (fault for fault in generation.case.faults if isinstance(fault, Kill | PowerLoss))
             before = f"before {line['operation']} {' → '.join(line['paths'])}"
+            if line["fault"] == "Kill" and fault.torn:
+                return f"rank {line['rank']} killed while it wrote {line['paths'][0]}"
             if line["fault"] == "Kill":
                 return f"rank {line['rank']} killed at event {fault.event}, {before}"
             return f"power lost at event {fault.event} of rank {line['rank']}, {before}, and unflushed {fault.lost} with it"

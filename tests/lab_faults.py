@@ -119,6 +119,16 @@ class WritesFourFiles(Honest):
             (mine / name).write_text(name)
 
 
+class WritesMore(Honest):
+    """Every rank makes a directory of its own and writes four files of four bytes into it."""
+
+    def save(self, *, final: bool = False) -> None:
+        mine = self.place.root / f"rank-{self.place.rank}"
+        mine.mkdir()
+        for name in "abcd":
+            (mine / name).write_text(name * 4)
+
+
 class Forks(Honest):
     """Every rank makes a directory at each save; a process that it forks writes four files into it, and then itself one."""
 

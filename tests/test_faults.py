@@ -71,6 +71,17 @@ def test_a_kill_is_counted_from_the_save_that_it_names(lab):
     ]
 
 
+def test_a_torn_file_is_the_last_that_a_rank_writes(lab):
+    history = lab.run(
+        case(Train(1), Save(), Save(), faults=(Kill(rank=1, event=2, save=1, torn=True),)), "lab_faults:WritesMore"
+    )
+    generation = history.generations[0]
+    assert history.failures == []
+    assert generation.launch.outcomes[1].signal == "SIGXFSZ"
+    its = {name: size for name, size in generation.names.items() if name.startswith("rank-1/")}
+    assert its == {"rank-1/": 0, "rank-1/a": 4, "rank-1/b": 4, "rank-1/c": 1}
+
+
 def test_power_is_lost_on_every_rank_and_takes_what_was_not_flushed(lab):
     history = lab.run(case(Save(), Save(), faults=(PowerLoss(rank=1, event=4, save=2),)), "lab_faults:Flushes")
     generation = history.generations[0]

@@ -706,6 +706,11 @@ def test_crash_points_are_the_events_of_the_second_save_on_every_rank():
     assert [(fault.rank, fault.event, fault.save) for fault in seen] == [(0, 0, 2), (0, 1, 2), (1, 0, 2)]
 
 
+def test_files_are_torn_that_a_rank_opens_itself():
+    seen = [case.generations[0].faults[0] for case in crash_points.points(Control(), RANKS, "sync", torn=True)]
+    assert [(fault.rank, fault.event, fault.torn) for fault in seen] == [(0, 0, True), (1, 0, True)]
+
+
 def test_power_is_lost_at_events_and_flushes_with_names_and_without():
     seen = [case.generations[0].faults[0] for case in crash_points.points(Control(), RANKS, "sync", power_loss=True)]
     assert all(isinstance(fault, PowerLoss) and fault.save == 2 for fault in seen)

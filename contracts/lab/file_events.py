@@ -12,12 +12,14 @@ The module is imported by `sitecustomize` in spawned writer processes too, so it
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import functools
 import importlib.util
 import json
 import os
 import re
+import resource
 import signal
 import sys
 import threading
@@ -97,9 +99,8 @@ class FileEvents:
                 return
             with self.lock:
                 number, self.count = self.count, self.count + 1
-                due = (
-                    kill for kill in self.kills if any(re.search(kill["at"], name) for name in inside) and self._is_due(kill)
-                )
+                kills = (kill for kill in self.kills if operation == "open" or not kill.get("torn"))
+                due = (kill for kill in kills if any(re.search(kill["at"], name) for name in inside) and self._is_due(kill))
                 kill = next(due, None)
                 if self.failing is None and operation == "open":
                     fails = (fail for fail in self.fails if not (self.is_rank and fail["error"] == "SIGKILL"))
@@ -109,7 +110,9 @@ class FileEvents:
             if self.keeps and not kill:
                 how |= self._keep(operation, inside, number)
             self._write(operation, inside, number, kill or fail, **how)
-            if kill:
+            if kill and kill.get("torn"):
+                _die_of_the_second_byte()
+            elif kill:
                 _strike(kill)
             if fail and fail["error"] == "SIGKILL":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -215,6 +218,14 @@ def _strike(kill: dict[str, Any]) -> None:
         for pid in processes.descendants(os.getppid()) - {os.getpid()}:
             processes.kill(pid)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_of_the_second_byte() -> None:
+    """Have the kernel end this process as soon as a file of its outgrows one byte; see RLIMIT_FSIZE in setrlimit(2)."""
+    # Python ignores the signal, and could only change that in its main thread.
+    ctypes.CDLL(None).signal(signal.SIGXFSZ, 0)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))
 
 
 def _sizes(root: str) -> dict[str, int]:

@@ -42,8 +42,8 @@ ERRORS = ["ENOSPC", "EIO", "EACCES"]
 
 
 def _crashed(ranks: int, scope: Scope) -> Sequence[SearchStrategy[Case]]:
-    def draw_case(mode: str, rank: int, events: SearchStrategy[int], at: str = "") -> SearchStrategy[Case]:
-        return st.builds(crash_case, st.just(ranks), st.just(mode), st.just(rank), events, st.just(at))
+    def draw_case(mode: str, rank: int, events: SearchStrategy[int], at: str = "", torn: bool = False) -> SearchStrategy[Case]:
+        return st.builds(crash_case, st.just(ranks), st.just(mode), st.just(rank), events, st.just(at), torn=st.just(torn))
 
     first, early = st.integers(1, 6), st.integers(7, EVENTS_OF_A_SAVE // 2 - 1)
     late = st.integers(EVENTS_OF_A_SAVE // 2, EVENTS_OF_A_SAVE - 1)
@@ -54,15 +54,18 @@ def _crashed(ranks: int, scope: Scope) -> Sequence[SearchStrategy[Case]]:
     # A small stack's save has few events, so each corner that may lie beyond its last stands behind one that does not.
     corners = [
         draw_case("sync", 0, first), draw_case("sync", 0, st.just(0), publication),
+        draw_case("sync", 0, st.just(0), publication, torn=True) if layout.pointer else draw_case("sync", 0, first, torn=True),
         draw_case("sync", 0, st.integers(1, 2), publication), draw_case(behind, 0, st.integers(0, 4), publication),
-        draw_case(behind, 0, first), draw_case("sync", 0, late), draw_case("sync", 0, early), draw_case(behind, 0, early),
+        draw_case("sync", 0, st.integers(0, 9), torn=True), draw_case(behind, 0, first), draw_case("sync", 0, late),
+        draw_case("sync", 0, early), draw_case(behind, 0, early),
     ]  # fmt: skip
     return corners if ranks == 1 else [*corners[:2], draw_case("sync", ranks - 1, st.integers(0, 2)), *corners[2:]]
 
 
-def crash_case(ranks: int, mode: str, rank: int, event: int, at: str = "", seed: int = 0) -> Case:
+def crash_case(ranks: int, mode: str, rank: int, event: int, at: str = "", seed: int = 0, torn: bool = False) -> Case:
     """A run whose `rank` is killed at a file event of its second save, which also retires the first; then a resume."""
-    return _ended_in_its_second_save(ranks, mode, Kill(rank=rank, event=event, save=2, at=at), (Tamper(how="litter"),), seed)
+    kill = Kill(rank=rank, event=event, save=2, at=at, torn=torn)
+    return _ended_in_its_second_save(ranks, mode, kill, (Tamper(how="litter"),), seed)
 
 
 def power_case(ranks: int, mode: str, rank: int, event: int, lost: str = "names and bytes", at: str = "") -> Case:
@@ -244,7 +247,7 @@ def _ranked(ranks: int, scope: Scope) -> Sequence[SearchStrategy[Case]]:
     return [draw_case(1, 1, "min", tied), draw_case(1, 2, "max", tied_for_the_last_place), draw_case(2, 1, "max", some)]
 
 
-CRASHED_SAVES = Cases("crashed-saves", _crashed, weight=2)
+CRASHED_SAVES = Cases("crashed-saves", _crashed, weight=3)
 """Save twice, one rank killed at a file event of the second; resume amid what it left, save again, resume."""
 
 POWER_LOSSES = Cases("power-losses", _powerless)

@@ -115,6 +115,24 @@ class FlushesAfterTheRename(Reference):
             on_rank_zero(self.runtime, "publishing", rename)
 
 
+@mutant(caught_by="crash.every-crash-point")
+class WritesThePointerInPlace(Reference):
+    """Overwrites a text file that names the newest checkpoint, and resumes from what it names."""
+
+    class checkpointer_class(Checkpointer):
+        def point(self, name: str, pointer: str) -> None:
+            (self.root / pointer).write_text(name)
+            published.flush(self.root / pointer)
+            published.flush(self.root)
+
+        def latest(self) -> Path | None:
+            def look() -> Path | None:
+                pointer = self.root / published.POINTER
+                return self.root / pointer.read_text() if pointer.exists() else None
+
+            return on_rank_zero(self.runtime, "looking for a checkpoint", look)
+
+
 @mutant(caught_by="crash.stale-leftovers")
 class SavesIntoLeftovers(Reference):
     """Uses the temporary directory of an interrupted save again, with what is in it."""
