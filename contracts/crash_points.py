@@ -125,11 +125,11 @@ def main() -> int:
             print(point, flush=True)
         minutes = (time.monotonic() - started) / 60
     counts = collections.Counter(point.outcome for point in seen)
-    told = ", ".join(f"{number} {what}" for what, number in counts.most_common())
+    told = ", ".join(f"{number}: {outcome}" for outcome, number in counts.most_common())
     what = "power is lost" if options.power_loss else "a file is torn" if options.torn else "a rank is killed"
     print(
-        f"{options.implementation}, {options.ranks} ranks, {options.mode}: {what} at {len(seen)} points, "
-        f"{len(seen) / minutes:.0f} a minute: {told}"
+        f"{options.implementation}, {options.ranks} ranks, {options.mode}: {what} at {len(seen)} points "
+        f"({len(seen) / minutes:.0f} a minute), of which {told}"
     )
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)

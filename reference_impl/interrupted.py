@@ -43,7 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _train(options, alone, "evaluate_around_training=false").wait_for(0)
 
     half = options.steps // 2 + 2  # between two checkpoints, so that steps are lost and taken again
-    print(f"fine-tuning again, until rank {options.ranks - 1} is killed after step {half}", flush=True)
+    print(
+        f"fine-tuning again, until rank {options.ranks - 1} is killed after step {half}; torchrun then says so at length",
+        flush=True,
+    )
     running = _train(options, interrupted)
     _await_step(running, interrupted, half)
     running.kill_last_rank()

@@ -15,6 +15,9 @@ from contracts.judging import REGISTRY
 from contracts.suite import Verdict
 
 WIDTH = 112
+LEGEND = """\
+Contracts of one kind share its runs, and the first of them takes the seconds. Shards are uneven where ranks hold parts of
+different size, empty where one holds nothing; 2x1 is a mesh of two replicas of one shard."""
 WRAPPING: dict[str, Any] = {"replace_whitespace": False, "break_long_words": False, "break_on_hyphens": False}
 """A path stays in one piece, to be copied."""
 
@@ -26,6 +29,8 @@ def table(verdicts: Sequence[Verdict], known: dict[str, str] | None = None) -> s
     for verdict in verdicts:
         worlds = ",".join(map(str, verdict.worlds)) or "-"
         note = f"  known: {known[verdict.name]}" if known and verdict.name in known and verdict.verdict == "broken" else ""
+        if verdict.verdict in ("not-applicable", "not-run"):
+            note = "  " + verdict.message.partition("\n")[0]
         lines.append(
             f"{mark(verdict.verdict):14}  {verdict.name:{width}}  {verdict.cases:>5}  {verdict.evidence:>8}  {worlds:<9}  "
             f"{verdict.seconds:7.1f}{note}"
@@ -52,7 +57,7 @@ def censuses(verdicts: Sequence[Verdict]) -> str:
         lines.append(f"{kind:{width}}  {counts}  {worlds:14}  {','.join(verdict.modes)}")
     whole = sum((verdict.census for verdict in seen.values()), Census())
     lines.append(f"{'all':{width}}  " + "  ".join(f"{getattr(whole, name):>11}" for name in names))
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, LEGEND, ""])
 
 
 def mark(verdict: str) -> str:
