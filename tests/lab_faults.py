@@ -110,21 +110,11 @@ class ReturnsBeforeRank0HasWritten(Honest):
 
 
 class WritesFourFiles(Honest):
-    """Every rank makes a directory of its own and writes four files into it: five file events."""
+    """Every rank makes a directory of its own and writes four files of four bytes into it: five file events."""
 
     def save(self, *, final: bool = False) -> None:
         mine = self.place.root / f"rank-{self.place.rank}"
-        mine.mkdir()
-        for name in "abcd":
-            (mine / name).write_text(name)
-
-
-class WritesMore(Honest):
-    """Every rank makes a directory of its own and writes four files of four bytes into it."""
-
-    def save(self, *, final: bool = False) -> None:
-        mine = self.place.root / f"rank-{self.place.rank}"
-        mine.mkdir()
+        mine.mkdir(exist_ok=True)
         for name in "abcd":
             (mine / name).write_text(name * 4)
 
