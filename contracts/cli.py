@@ -172,7 +172,7 @@ def _run(options: argparse.Namespace) -> int:
         def write_report() -> None:
             environment = about["environment"] | {"device": options.device, "cores": os.cpu_count(), "seeds": seeds}
             found = [verdict.to_json() for verdict in verdicts]
-            if options.json:
+            if options.json and found:  # an empty one would take the place of an older one
                 _write(options.json, {"implementation": target.name, "environment": environment, "contracts": found})
 
         def make_suite(**settings: Any) -> Suite:
